@@ -1,0 +1,1 @@
+"""Modules that run: quantized linears, KV caches, the decoder."""

@@ -1,0 +1,1 @@
+"""Files that users write and read: recipe, manifest, results. Unknown fields are refused."""

@@ -1,0 +1,261 @@
+"""The recipe: one complete job in one YAML file.
+
+Every field has a default except the models, so a recipe says only what it means. Names of schemes are the ones that
+compressed-tensors and vLLM use.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+import yaml
+
+Scheme = Literal["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "none"]
+Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Strict(BaseModel):
+    """Base of all recipe parts: unknown fields refused, values immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ClipSpec(Strict):
+    """Range of a block: its maximum, a percentile of |x|, or the clip of least squared error."""
+
+    method: Literal["absmax", "percentile", "mse"] = "absmax"
+    percentile: float = Field(99.9, gt=50, le=100)
+
+
+class SmoothingSpec(Strict):
+    """Move activation outliers into weights (SmoothQuant). `auto` searches the strength per layer by output error."""
+
+    strength: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
+    grid: int = Field(5, ge=2, le=20, description="strengths tried by `auto`, evenly over [0, 1)")
+
+
+class KVSpec(Strict):
+    """KV-cache format. INT8 exists as `token_head` only, FP8 also with stored scales per tensor or head."""
+
+    format: Literal["fp8_e4m3", "int8"] = "fp8_e4m3"
+    granularity: Literal["tensor", "head", "token_head"] = "tensor"
+    scales: Literal["calibrated", "cast"] = "calibrated"
+
+    @model_validator(mode="after")
+    def _int8_is_dynamic(self) -> "KVSpec":
+        if self.format == "int8" and self.granularity != "token_head":
+            raise ValueError("int8 KV needs granularity: token_head (no runtime stores static int8 KV scales)")
+        return self
+
+
+class RuleSpec(Strict):
+    """Another scheme for the linear layers that `match`: a name, its last part, or `re:` and a pattern."""
+
+    match: str
+    scheme: Scheme
+    group_size: int | None = Field(None, gt=0)
+
+
+class QuantSpec(Strict):
+    """How one model is quantized."""
+
+    engine: Literal["qspec", "llmcompressor"] = "qspec"
+    scheme: Scheme = "W8A8"
+    method: Literal["rtn", "gptq", "smoothquant+gptq", "awq", "autoround"] = "rtn"
+    group_size: int = Field(128, gt=0, description="W4A16 only")
+    clip: ClipSpec = ClipSpec()
+    smoothing: SmoothingSpec | None = None
+    rules: tuple[RuleSpec, ...] = ()
+    ignore: tuple[str, ...] = ("lm_head",)
+    kv: KVSpec | None = None
+
+    @model_validator(mode="after")
+    def _engine_has_method(self) -> "QuantSpec":
+        if self.engine == "qspec" and self.method != "rtn":
+            raise ValueError(f"method {self.method} needs engine: llmcompressor; engine qspec rounds to nearest")
+        if self.engine == "llmcompressor" and self.smoothing is not None:
+            raise ValueError("smoothing belongs to engine: qspec; with llmcompressor use method: smoothquant+gptq")
+        if self.engine == "llmcompressor" and self.method == "awq" and self.scheme != "W4A16":
+            raise ValueError("method awq needs scheme: W4A16")
+        return self
+
+
+class ModelSpec(Strict):
+    """A model and its quantization.
+
+    `model`: Hub id, local folder, `*.gguf` file, or `package:<import name>/<file>` for weights that an installed
+    Python package carries.
+    """
+
+    model: str = Field(min_length=1)
+    revision: str | None = None
+    quantization: QuantSpec = QuantSpec()
+
+
+class ModelDraft(ModelSpec):
+    """A smaller model with the same tokenizer."""
+
+    kind: Literal["model"]
+
+
+class SelfDraft(Strict):
+    """A copy of the target under its own plan; `layers` keeps only the first so many."""
+
+    kind: Literal["self"]
+    layers: int | None = Field(None, ge=1)
+    quantization: QuantSpec = QuantSpec(scheme="W4A16", group_size=64)
+
+
+class NgramDraft(Strict):
+    """Prompt lookup: continue the longest recent match of the last tokens. No weights."""
+
+    kind: Literal["ngram"]
+    min_ngram: int = Field(1, ge=1)
+    max_ngram: int = Field(3, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "NgramDraft":
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram {self.min_ngram} is above max_ngram {self.max_ngram}")
+        return self
+
+
+class MlpDraft(Strict):
+    """A combined token/embedding speculator (arXiv 2404.19124), pretrained; sizes as in its `config.json`."""
+
+    kind: Literal["mlp_speculator"]
+    model: str
+    revision: str | None = None
+    n_predict: int = Field(3, ge=1)
+    inner_dim: int = Field(0, ge=0, description="0: the target's hidden size")
+    tie_weights: bool = False
+    scale_input: bool = False
+
+
+Draft = Annotated[ModelDraft | SelfDraft | NgramDraft | MlpDraft, Field(discriminator="kind")]
+
+
+class DataSpec(Strict):
+    """Rows of a named data set (see `eval/datasets.yaml`) or of a `.jsonl` / `.parquet` / `.txt` file."""
+
+    name: str
+    weight: float = Field(1.0, gt=0, description="share among the calibration sources")
+
+
+class CalibrationSpec(Strict):
+    """Text that activation and KV ranges are measured on, tokenised exactly as the model is served."""
+
+    data: tuple[DataSpec, ...] = (DataSpec(name="wikitext2"),)
+    samples: int = Field(64, ge=1)
+    length: int = Field(512, ge=8)
+    chat_template: bool = False
+
+
+class FusionSpec(Strict):
+    """`share_scales`: one scale for q/k/v and gate/up. `fold_norms`: RMSNorm gains go into the next linear."""
+
+    share_scales: bool = True
+    fold_norms: bool = False
+
+
+class DraftLengthSpec(Strict):
+    """How many tokens to draft: always `k`, or from `k` with +2 when all were accepted and -1 otherwise."""
+
+    policy: Literal["fixed", "heuristic"] = "heuristic"
+    k: int = Field(5, ge=1, le=64)
+    max_k: int = Field(16, ge=1, le=64)
+
+
+class SpeculationSpec(Strict):
+    """Draft length, the sampling law that requests use by default, and the longest context."""
+
+    draft_length: DraftLengthSpec = DraftLengthSpec()
+    temperature: float = Field(0.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_length: int | None = Field(None, ge=16, description="cache positions; default: the model's own")
+
+
+class FidelitySpec(Strict):
+    """Held-out text on which both arms are compared: perplexity, KL, top-1 agreement."""
+
+    data: str = "wikitext2"
+    windows: int = Field(16, ge=1)
+    length: int = Field(512, ge=16)
+
+
+class TaskSpec(Strict):
+    """An lm-eval task. `limit` rows per subject, `max_gen_toks` tokens per answer (None: the harness's own)."""
+
+    name: str = "mmlu_pro"
+    num_fewshot: int = Field(5, ge=0)
+    limit: int | None = Field(None, ge=1)
+    subjects: tuple[str, ...] | None = None
+    max_gen_toks: int | None = Field(None, ge=1)
+    backends: tuple[Literal["qspec", "hf"], ...] = ("qspec",)
+
+
+class EvaluationSpec(Strict):
+    """What is checked about accuracy; None switches a part off."""
+
+    fidelity: FidelitySpec | None = FidelitySpec()
+    tasks: tuple[TaskSpec, ...] = (TaskSpec(),)
+
+
+class BenchmarkSpec(Strict):
+    """Speed: {original, quantized} x {plain, speculative}, alternating, on real prompts."""
+
+    prompts: str = "spec_bench"
+    per_category: int = Field(1, ge=1)
+    categories: tuple[str, ...] | None = None
+    max_new_tokens: int = Field(64, ge=2)
+    repeats: int = Field(3, ge=1)
+    temperatures: tuple[float, ...] = (0.0,)
+
+    @field_validator("temperatures")
+    @classmethod
+    def _not_negative(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or min(value) < 0:
+            raise ValueError("temperatures need at least one value, none below 0")
+        return value
+
+
+class BudgetSpec(Strict):
+    """Limits that `plan` checks before compute (memory, minutes) and the report after it (the rest)."""
+
+    memory_gb: float | None = Field(None, gt=0)
+    minutes: float | None = Field(None, gt=0)
+    max_kl: float | None = Field(None, gt=0, description="nats per token against the original")
+    min_recovery: float | None = Field(None, gt=0, le=1.5, description="task score / original's")
+    ttft_s: float | None = Field(None, gt=0)
+
+
+class Recipe(Strict):
+    """One complete job: quantize, pair, package, prove, measure."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    description: str = ""
+    device: Device = "cpu"
+    dtype: Dtype = "auto"
+    seed: int = 0
+    target: ModelSpec
+    draft: Draft
+    calibration: CalibrationSpec = CalibrationSpec()
+    fusion: FusionSpec = FusionSpec()
+    speculation: SpeculationSpec = SpeculationSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    benchmark: BenchmarkSpec = BenchmarkSpec()
+    budget: BudgetSpec = BudgetSpec()
+
+    @classmethod
+    def read(cls, path: str | Path, overrides: tuple[str, ...] = ()) -> "Recipe":
+        """Parse a YAML file; `overrides` are `dotted.key=yaml value`. Raises `RecipeError` naming field and fix."""
+        raise NotImplementedError  # filled by the schema work
+
+    def dump(self) -> str:
+        """YAML text that `read` takes back unchanged (plain scalars only)."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")

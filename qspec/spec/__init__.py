@@ -1,0 +1,1 @@
+"""The speculative engine: knows the `LM` protocol and no library."""
