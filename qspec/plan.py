@@ -66,19 +66,27 @@ class QuantPlan:
     kv: KVScheme | None = None
 
     def resolve(self, layers: Iterable[str]) -> dict[str, LayerScheme | None]:
-        """Scheme of every layer. A rule that matches none of `layers` raises `RecipeError`: it is a typo."""
+        """Scheme of every layer. A rule that decides nothing is a mistake and raises `RecipeError`."""
         layers = list(layers)
-        for rule in self.rules:
-            if not any(rule.matches(layer) for layer in layers):
-                raise RecipeError(
-                    f"rule {rule.match!r}",
-                    "matches no linear layer of the model",
-                    f"use a name such as {layers[0]!r}, its last part, or re:<pattern>",
-                )
+        for index, rule in enumerate(self.rules):
+            self._check(index, rule, layers)
         return {layer: self._first(layer) for layer in layers}
 
     def _first(self, layer: str) -> LayerScheme | None:
-        for rule in self.rules:
-            if rule.matches(layer):
-                return rule.scheme
-        return self.default
+        return next((rule.scheme for rule in self.rules if rule.matches(layer)), self.default)
+
+    def _check(self, index: int, rule: Rule, layers: list[str]) -> None:
+        matched = [layer for layer in layers if rule.matches(layer)]
+        if not matched:
+            raise RecipeError(
+                f"rule {rule.match!r}",
+                "matches no linear layer of the model",
+                f"use a name such as {layers[0]!r}, its last part, or re:<pattern>",
+            )
+        earlier = [next((r for r in self.rules[:index] if r.matches(layer)), rule) for layer in matched]
+        if all(first is not rule and first.scheme != rule.scheme for first in earlier):
+            raise RecipeError(
+                f"rule {rule.match!r}",
+                f"never applies: {earlier[0].match!r} comes first for all that it matches",
+                "remove one of them (`ignore` comes before `rules`)",
+            )

@@ -1,4 +1,4 @@
-"""Affine quantization: `x ≈ scale * (code - zero_point)`. Blocks in, blocks out; `QTensor` ties it to a shape."""
+"""Quantized matrices: `QTensor` ties codes and scales of blocks to a shape; `quantize_*` make them."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,22 @@ import torch
 from torch import Tensor
 
 from qspec.numerics.blocks import Granularity, from_blocks, scale_shape, to_blocks
-from qspec.numerics.formats import SCALE_FLOOR, NumFormat
+from qspec.numerics.clipping import ABSMAX, Clip, clipped_range
+from qspec.numerics.codes import affine_scale, dequantize_blocks, quantize_blocks, range_scale, symmetric_scale
+from qspec.numerics.formats import NumFormat
+
+__all__ = [
+    "QTensor",
+    "affine_scale",
+    "dequantize_blocks",
+    "quantize_activation_dynamic",
+    "quantize_blocks",
+    "quantize_matrix",
+    "quantize_weight",
+    "symmetric_scale",
+    "tensor_amax",
+    "weight_range",
+]
 
 
 @dataclass(frozen=True)
@@ -35,35 +50,6 @@ class QTensor:
         return from_blocks(values, self.shape, self.granularity)
 
 
-def symmetric_scale(amax: Tensor, fmt: NumFormat) -> Tensor:
-    """Scale so that `amax` maps to the largest positive code; floored so that it stays finite and usable."""
-    return (amax.float() / fmt.qmax).clamp_min(SCALE_FLOOR)
-
-
-def affine_scale(lo: Tensor, hi: Tensor, fmt: NumFormat) -> tuple[Tensor, Tensor]:
-    """Scale and integer zero point that map `[lo, hi]` (widened to hold 0) onto the full integer range."""
-    lo, hi = lo.float().clamp_max(0), hi.float().clamp_min(0)
-    scale = ((hi - lo) / (fmt.qmax - fmt.qmin)).clamp_min(SCALE_FLOOR)
-    zero = (fmt.qmin - lo / scale).round().clamp(fmt.qmin, fmt.qmax)
-    return scale, zero
-
-
-def quantize_blocks(x: Tensor, scale: Tensor, zero: Tensor | None, fmt: NumFormat) -> Tensor:
-    """Codes (in `fmt.storage`) of float blocks `[B, S]` under scale (and zero point) `[B, 1]`; saturating."""
-    q = x.float() / scale
-    if not fmt.is_float:
-        q = q.round()
-    if zero is not None:
-        q = q + zero
-    return q.clamp(fmt.qmin, fmt.qmax).to(fmt.storage)
-
-
-def dequantize_blocks(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Float32 values of codes `[B, S]`."""
-    q = codes.float()
-    return (q if zero is None else q - zero) * scale
-
-
 def quantize_matrix(x_NK: Tensor, scale: Tensor, zero: Tensor | None, fmt: NumFormat, gran: Granularity) -> QTensor:
     """Quantize a matrix with given scales (any shape with one entry per block, in row-major block order)."""
     shape = (x_NK.shape[0], x_NK.shape[1])
@@ -73,3 +59,35 @@ def quantize_matrix(x_NK: Tensor, scale: Tensor, zero: Tensor | None, fmt: NumFo
     # float8 tensors do not reshape through padding on every build; go through uint8 views.
     whole = from_blocks(codes.view(torch.uint8), shape, gran).contiguous().view(fmt.storage)
     return QTensor(whole, scale.reshape(out), None if zero is None else zero.reshape(out), fmt, gran)
+
+
+def weight_range(
+    w_NK: Tensor, fmt: NumFormat, granularity: Granularity, symmetric: bool = True, clip: Clip = ABSMAX
+) -> tuple[Tensor, Tensor]:
+    """Clipped range `(lo, hi)` of every block of a weight, in the shape of its scale.
+
+    Layers that must share a scale take the maximum of their ranges before any of them is rounded.
+    """
+    shape = scale_shape((w_NK.shape[0], w_NK.shape[1]), granularity)
+    lo, hi = clipped_range(to_blocks(w_NK, granularity), fmt, clip, symmetric)
+    return lo.reshape(shape), hi.reshape(shape)
+
+
+def quantize_weight(
+    w_NK: Tensor, fmt: NumFormat, granularity: Granularity, symmetric: bool = True, clip: Clip = ABSMAX
+) -> QTensor:
+    """Round a weight to nearest: clip, scale and codes in one call."""
+    lo, hi = weight_range(w_NK, fmt, granularity, symmetric, clip)
+    scale, zero = range_scale(lo, hi, fmt, symmetric)
+    return quantize_matrix(w_NK, scale, zero, fmt, granularity)
+
+
+def quantize_activation_dynamic(x_TK: Tensor, fmt: NumFormat) -> tuple[Tensor, Tensor]:
+    """Codes `[T, K]` and float32 scales `[T, 1]` of activations: symmetric, one scale per token."""
+    scale_T1 = symmetric_scale(x_TK.abs().amax(-1, keepdim=True), fmt)
+    return quantize_blocks(x_TK, scale_T1, None, fmt), scale_T1
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """Largest magnitude of a whole tensor, float32 `[1]`; 0 when empty."""
+    return x.abs().amax().float().reshape(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)

@@ -13,8 +13,8 @@ A weight is `[out, in]`, activations are `[tokens, features]`.
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)

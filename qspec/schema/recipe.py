@@ -5,10 +5,14 @@ compressed-tensors and vLLM use.
 """
 
 from pathlib import Path
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from qspec.errors import RecipeError
+from qspec.schema.problems import validate
+from qspec.schema.text import dump_yaml, parse_yaml, read_text
 
 Scheme = Literal["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "none"]
 Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"]
@@ -18,21 +22,21 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class Strict(BaseModel):
     """Base of all recipe parts: unknown fields refused, values immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ClipSpec(Strict):
     """Range of a block: its maximum, a percentile of |x|, or the clip of least squared error."""
 
     method: Literal["absmax", "percentile", "mse"] = "absmax"
-    percentile: float = Field(99.9, gt=50, le=100)
+    percentile: float = Field(default=99.9, gt=50, le=100)
 
 
 class SmoothingSpec(Strict):
     """Move activation outliers into weights (SmoothQuant). `auto` searches the strength per layer by output error."""
 
     strength: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
-    grid: int = Field(5, ge=2, le=20, description="strengths tried by `auto`, evenly over [0, 1)")
+    grid: int = Field(default=5, ge=2, le=20, description="strengths tried by `auto`, evenly over [0, 1)")
 
 
 class KVSpec(Strict):
@@ -45,16 +49,28 @@ class KVSpec(Strict):
     @model_validator(mode="after")
     def _int8_is_dynamic(self) -> "KVSpec":
         if self.format == "int8" and self.granularity != "token_head":
-            raise ValueError("int8 KV needs granularity: token_head (no runtime stores static int8 KV scales)")
+            raise ValueError("int8 KV has no static scales in any runtime; set granularity: token_head, or fp8_e4m3")
         return self
+
+
+def _pattern(match: str) -> str:
+    """A layer pattern as `plan.Rule` reads it; `re:` must compile."""
+    try:
+        re.compile(match.removeprefix("re:") if match.startswith("re:") else "")
+    except re.error as e:
+        raise ValueError(f"{match!r} is no regular expression ({e}); mend it, or drop re: for a plain name") from None
+    return match
+
+
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
 
 
 class RuleSpec(Strict):
     """Another scheme for the linear layers that `match`: a name, its last part, or `re:` and a pattern."""
 
-    match: str
+    match: Pattern
     scheme: Scheme
-    group_size: int | None = Field(None, gt=0)
+    group_size: int | None = Field(default=None, gt=0)
 
 
 class QuantSpec(Strict):
@@ -63,21 +79,21 @@ class QuantSpec(Strict):
     engine: Literal["qspec", "llmcompressor"] = "qspec"
     scheme: Scheme = "W8A8"
     method: Literal["rtn", "gptq", "smoothquant+gptq", "awq", "autoround"] = "rtn"
-    group_size: int = Field(128, gt=0, description="W4A16 only")
+    group_size: int = Field(default=128, gt=0, description="W4A16 only")
     clip: ClipSpec = ClipSpec()
     smoothing: SmoothingSpec | None = None
     rules: tuple[RuleSpec, ...] = ()
-    ignore: tuple[str, ...] = ("lm_head",)
+    ignore: tuple[Pattern, ...] = ("lm_head",)
     kv: KVSpec | None = None
 
     @model_validator(mode="after")
     def _engine_has_method(self) -> "QuantSpec":
         if self.engine == "qspec" and self.method != "rtn":
-            raise ValueError(f"method {self.method} needs engine: llmcompressor; engine qspec rounds to nearest")
+            raise ValueError(f"engine qspec rounds to nearest; for {self.method} set engine: llmcompressor")
         if self.engine == "llmcompressor" and self.smoothing is not None:
-            raise ValueError("smoothing belongs to engine: qspec; with llmcompressor use method: smoothquant+gptq")
+            raise ValueError("smoothing belongs to engine qspec; with llmcompressor set method: smoothquant+gptq")
         if self.engine == "llmcompressor" and self.method == "awq" and self.scheme != "W4A16":
-            raise ValueError("method awq needs scheme: W4A16")
+            raise ValueError("method awq is for 4-bit weights; set scheme: W4A16")
         return self
 
 
@@ -103,7 +119,7 @@ class SelfDraft(Strict):
     """A copy of the target under its own plan; `layers` keeps only the first so many."""
 
     kind: Literal["self"]
-    layers: int | None = Field(None, ge=1)
+    layers: int | None = Field(default=None, ge=1)
     quantization: QuantSpec = QuantSpec(scheme="W4A16", group_size=64)
 
 
@@ -111,13 +127,13 @@ class NgramDraft(Strict):
     """Prompt lookup: continue the longest recent match of the last tokens. No weights."""
 
     kind: Literal["ngram"]
-    min_ngram: int = Field(1, ge=1)
-    max_ngram: int = Field(3, ge=1)
+    min_ngram: int = Field(default=1, ge=1)
+    max_ngram: int = Field(default=3, ge=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> "NgramDraft":
         if self.min_ngram > self.max_ngram:
-            raise ValueError(f"min_ngram {self.min_ngram} is above max_ngram {self.max_ngram}")
+            raise ValueError(f"min_ngram {self.min_ngram} is above max_ngram {self.max_ngram}; swap them")
         return self
 
 
@@ -127,8 +143,8 @@ class MlpDraft(Strict):
     kind: Literal["mlp_speculator"]
     model: str
     revision: str | None = None
-    n_predict: int = Field(3, ge=1)
-    inner_dim: int = Field(0, ge=0, description="0: the target's hidden size")
+    n_predict: int = Field(default=3, ge=1)
+    inner_dim: int = Field(default=0, ge=0, description="0: the target's hidden size")
     tie_weights: bool = False
     scale_input: bool = False
 
@@ -140,15 +156,17 @@ class DataSpec(Strict):
     """Rows of a named data set (see `eval/datasets.yaml`) or of a `.jsonl` / `.parquet` / `.txt` file."""
 
     name: str
-    weight: float = Field(1.0, gt=0, description="share among the calibration sources")
+    weight: float = Field(default=1.0, gt=0, description="share among the calibration sources")
 
 
 class CalibrationSpec(Strict):
     """Text that activation and KV ranges are measured on, tokenised exactly as the model is served."""
 
-    data: tuple[DataSpec, ...] = (DataSpec(name="wikitext2"),)
-    samples: int = Field(64, ge=1)
-    length: int = Field(512, ge=8)
+    data: tuple[DataSpec, ...] = Field(
+        default=(DataSpec(name="gutenberg"), DataSpec(name="self_instruct")), min_length=1
+    )
+    samples: int = Field(default=64, ge=1)
+    length: int = Field(default=512, ge=8)
     chat_template: bool = False
 
 
@@ -163,36 +181,43 @@ class DraftLengthSpec(Strict):
     """How many tokens to draft: always `k`, or from `k` with +2 when all were accepted and -1 otherwise."""
 
     policy: Literal["fixed", "heuristic"] = "heuristic"
-    k: int = Field(5, ge=1, le=64)
-    max_k: int = Field(16, ge=1, le=64)
+    k: int = Field(default=5, ge=1, le=64)
+    max_k: int = Field(default=16, ge=1, le=64)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "DraftLengthSpec":
+        if self.policy == "heuristic" and self.k > self.max_k:
+            raise ValueError(f"k {self.k} is above max_k {self.max_k}; raise max_k")
+        return self
 
 
 class SpeculationSpec(Strict):
     """Draft length, the sampling law that requests use by default, and the longest context."""
 
     draft_length: DraftLengthSpec = DraftLengthSpec()
-    temperature: float = Field(0.0, ge=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_length: int | None = Field(None, ge=16, description="cache positions; default: the model's own")
+    temperature: float = Field(default=0.0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_length: int | None = Field(default=None, ge=16, description="cache positions; default: the model's own")
 
 
 class FidelitySpec(Strict):
     """Held-out text on which both arms are compared: perplexity, KL, top-1 agreement."""
 
     data: str = "wikitext2"
-    windows: int = Field(16, ge=1)
-    length: int = Field(512, ge=16)
+    windows: int = Field(default=16, ge=1)
+    length: int = Field(default=512, ge=16)
 
 
 class TaskSpec(Strict):
     """An lm-eval task. `limit` rows per subject, `max_gen_toks` tokens per answer (None: the harness's own)."""
 
     name: str = "mmlu_pro"
-    num_fewshot: int = Field(5, ge=0)
-    limit: int | None = Field(None, ge=1)
+    num_fewshot: int = Field(default=5, ge=0)
+    limit: int | None = Field(default=None, ge=1)
     subjects: tuple[str, ...] | None = None
-    max_gen_toks: int | None = Field(None, ge=1)
+    max_gen_toks: int | None = Field(default=None, ge=1)
+    chat_template: bool = False
     backends: tuple[Literal["qspec", "hf"], ...] = ("qspec",)
 
 
@@ -207,28 +232,28 @@ class BenchmarkSpec(Strict):
     """Speed: {original, quantized} x {plain, speculative}, alternating, on real prompts."""
 
     prompts: str = "spec_bench"
-    per_category: int = Field(1, ge=1)
+    per_category: int = Field(default=1, ge=1)
     categories: tuple[str, ...] | None = None
-    max_new_tokens: int = Field(64, ge=2)
-    repeats: int = Field(3, ge=1)
+    max_new_tokens: int = Field(default=64, ge=2)
+    repeats: int = Field(default=3, ge=1)
     temperatures: tuple[float, ...] = (0.0,)
 
     @field_validator("temperatures")
     @classmethod
     def _not_negative(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if not value or min(value) < 0:
-            raise ValueError("temperatures need at least one value, none below 0")
+            raise ValueError("temperatures need at least one value, none below 0; use [0.0] for greedy")
         return value
 
 
 class BudgetSpec(Strict):
     """Limits that `plan` checks before compute (memory, minutes) and the report after it (the rest)."""
 
-    memory_gb: float | None = Field(None, gt=0)
-    minutes: float | None = Field(None, gt=0)
-    max_kl: float | None = Field(None, gt=0, description="nats per token against the original")
-    min_recovery: float | None = Field(None, gt=0, le=1.5, description="task score / original's")
-    ttft_s: float | None = Field(None, gt=0)
+    memory_gb: float | None = Field(default=None, gt=0)
+    minutes: float | None = Field(default=None, gt=0)
+    max_kl: float | None = Field(default=None, gt=0, description="nats per token against the original")
+    min_recovery: float | None = Field(default=None, gt=0, le=1.5, description="task score / original's")
+    ttft_s: float | None = Field(default=None, gt=0)
 
 
 class Recipe(Strict):
@@ -248,14 +273,65 @@ class Recipe(Strict):
     benchmark: BenchmarkSpec = BenchmarkSpec()
     budget: BudgetSpec = BudgetSpec()
 
+    @model_validator(mode="after")
+    def _held_out(self) -> "Recipe":
+        held_out = self.evaluation.fidelity and self.evaluation.fidelity.data
+        if any(source.name == held_out for source in self.calibration.data):
+            raise ValueError(f"evaluation.fidelity.data {held_out!r} is calibration text too; compare on other text")
+        return self
+
     @classmethod
     def read(cls, path: str | Path, overrides: tuple[str, ...] = ()) -> "Recipe":
         """Parse a YAML file; `overrides` are `dotted.key=yaml value`. Raises `RecipeError` naming field and fix."""
-        raise NotImplementedError  # filled by the schema work
+        where = str(path)
+        data = parse_yaml(read_text(Path(path), "recipe"), where)
+        if not isinstance(data, dict):
+            raise RecipeError(
+                where,
+                "must be a mapping of fields",
+                "start with name:, target: and draft:",
+            )
+        for override in overrides:
+            _override(data, override)
+        return validate(cls, data, where)
 
     def dump(self) -> str:
         """YAML text that `read` takes back unchanged (plain scalars only)."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return dump_yaml(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
+        """Plain data (JSON types only), every default written out."""
         return self.model_dump(mode="json")
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    """Set `dotted.key=yaml value` in plain data; a missing mapping on the way is made, a list takes a number."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise RecipeError(
+            f"--set {override!r}",
+            "must be dotted.key=value",
+            "for example --set speculation.top_k=50",
+        )
+    value, node = parse_yaml(text, f"--set {override!r}"), data
+    for part in parts[:-1]:
+        slot = _slot(node, part, override)
+        if node.setdefault(slot, {}) is None if isinstance(node, dict) else node[slot] is None:
+            node[slot] = {}
+        node = node[slot]
+    node[_slot(node, parts[-1], override)] = value
+
+
+def _slot(node: Any, part: str, override: str) -> Any:
+    """The key or index that `part` means in `node`."""
+    if isinstance(node, dict):
+        return part
+    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        return int(part)
+    what = f"a list of {len(node)}" if isinstance(node, list) else f"{node!r}"
+    raise RecipeError(
+        f"--set {override!r}",
+        f"{part!r} leads into {what}",
+        "set the whole value above it instead",
+    )

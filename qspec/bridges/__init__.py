@@ -1,0 +1,1 @@
+"""One external library per file."""

@@ -1,0 +1,208 @@
+"""Checkpoints in the compressed-tensors layout: what vLLM and transformers load, written and read back exactly.
+
+Names: `X.weight` (8-bit codes) or `X.weight_packed` + `X.weight_shape` (INT4), `X.weight_scale`, `X.input_scale`
+(static only), `model.layers.N.self_attn.k_scale` / `v_scale`. Multiply by a scale to dequantize; scales are float32.
+"""
+
+from collections.abc import Container, Iterator, Mapping
+from importlib import metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qspec.bridges import hf, quant_config, sidecar
+from qspec.bridges.tensors import read_tensors, write_tensors
+from qspec.errors import OutputError, RecipeError, SourceError
+from qspec.numerics.affine import QTensor, quantize_matrix
+from qspec.numerics.blocks import scale_shape
+from qspec.numerics.formats import INT4, SCALE_FLOOR
+from qspec.numerics.packing import pack_int4, unpack_int4
+from qspec.plan import LayerScheme, QuantPlan
+from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel
+
+WEIGHTS = "model.safetensors"
+_KV = ("k_scale", "v_scale")
+
+
+def write(model: QuantizedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Write a checkpoint folder; what is not quantized is stored as `dtype`. No tensor is dropped or renamed."""
+    refuse_tied_head(model.arch, model.linears)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / WEIGHTS, dict(_all_tensors(model, dtype)))
+    _write_json(folder / "config.json", _config(model, dtype))
+    _write_json(folder / "generation_config.json", _generation_config(model))
+    (folder / sidecar.NAME).write_text(sidecar.encode(model), encoding="utf-8")
+    model.tokenizer.save(folder)
+
+
+def write_float(model: LoadedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Write a model that is not quantized: a plain transformers checkpoint."""
+    plain = QuantizedModel(model.arch, model.tensors, {}, QuantPlan(None), model.config, model.tokenizer, model.source)
+    write(plain, folder, dtype)
+
+
+def read(folder: Path) -> QuantizedModel:
+    """Read a checkpoint folder: qspec's own, llm-compressor's, or a plain one. Raises `SourceError`."""
+    config = hf.read_config(folder)
+    quantization = config.pop("quantization_config", None)
+    arch = hf.arch_from_config(config)
+    path = folder / sidecar.NAME
+    body = sidecar.parse(path.read_text(encoding="utf-8") if path.is_file() else None)
+    kv = quant_config.decode_kv((quantization or {}).get("kv_cache_scheme"))
+    schemes, group_of = quant_config.decode(quantization, arch.linears()) if quantization else ({}, {})
+    schemes = sidecar.named(body, schemes)
+    resolved = {layer: _scheme(schemes, group_of.get(layer)) for layer in arch.linears()}
+    plan = sidecar.plan(body, schemes, kv) if body else quant_config.canonical_plan(resolved, kv)
+    stored = _Reader(read_tensors(folder), folder)
+    linears = {layer: _read_linear(stored, layer, scheme) for layer, scheme in resolved.items() if scheme}
+    k_scale, v_scale = ({} if kv is None else _read_kv(stored, arch.n_layers, name) for name in _KV)
+    return QuantizedModel(
+        arch,
+        stored.rest(),
+        linears,
+        plan,
+        config,
+        hf.load_tokenizer(folder),
+        body.get("source", {"model": str(folder)}),
+        k_scale,
+        v_scale,
+        sidecar.fusion(body),
+        tuple(body.get("notes", ())),
+    )
+
+
+def refuse_tied_head(arch: ArchMap, layers: Container[str]) -> None:
+    """A head that shares its weight with the embedding cannot be stored as codes."""
+    if arch.tied and "lm_head" in layers:
+        raise RecipeError("lm_head", "is tied to the embedding and cannot be quantized alone", "add lm_head to ignore")
+
+
+def lint_scale(name: str, scale: Tensor) -> None:
+    """Every exported scale is finite and at least `SCALE_FLOOR`; smaller ones underflow in FP8 kernels."""
+    if not bool(torch.isfinite(scale).all()) or scale.min() < SCALE_FLOOR:
+        low, high = scale.float().min().item(), scale.float().max().item()
+        rule = f"scales are finite and at least {SCALE_FLOOR:.3g}, got {low:.3g} … {high:.3g}"
+        raise OutputError(name, rule, "look for NaN or all-zero weights in the source model")
+
+
+def _all_tensors(model: QuantizedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in model.tensors.items():
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+    for layer, linear in model.linears.items():
+        for name, tensor in _linear_tensors(linear, dtype):
+            if name.endswith("_scale"):
+                lint_scale(f"{layer}.{name}", tensor)
+            yield f"{layer}.{name}", tensor
+    for name, scales in zip(_KV, (model.k_scale, model.v_scale), strict=True):
+        for layer, scale in scales.items():
+            lint_scale(f"{layer}.{name}", scale)
+            yield f"{layer}.{name}", scale.float() if scale.numel() == 1 else scale.float().reshape(-1, 1, 1)
+
+
+def _linear_tensors(linear: QLinear, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    weight = linear.weight
+    yield "weight_scale", weight.scale.float()
+    if weight.fmt == INT4:
+        yield "weight_packed", pack_int4(weight.codes)
+        yield "weight_shape", torch.tensor(weight.shape)
+    else:
+        yield "weight", weight.codes
+    if weight.zero_point is not None:
+        zero = weight.zero_point.to(torch.int8)
+        yield "weight_zero_point", pack_int4(zero.T).T if weight.fmt == INT4 else zero
+    if linear.input_scale is not None:
+        yield "input_scale", linear.input_scale.float()
+    if linear.bias is not None:
+        yield "bias", linear.bias.to(dtype)
+
+
+def _config(model: QuantizedModel, dtype: torch.dtype) -> dict[str, Any]:
+    """`config.json`: the model's own, its dtype as stored, and the quantization."""
+    version = metadata.version("compressed-tensors")
+    quantization = quant_config.encode(model.plan.resolve(model.arch.linears()), model.plan.kv, version)
+    config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "quantization_config")}
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    return config if quantization is None else config | {"quantization_config": quantization}
+
+
+def _generation_config(model: QuantizedModel) -> dict[str, Any]:
+    """Where generation starts and stops, as the model's own configuration says."""
+    eos = list(model.arch.eos_ids)
+    ids = {
+        "bos_token_id": model.config.get("bos_token_id"),
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": model.config.get("pad_token_id"),
+    }
+    return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
+
+
+class _Reader:
+    """Hands out stored tensors by name and remembers which, so that the others can be kept."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        self._tensors, self._folder = tensors, folder
+        self._taken: set[str] = set()
+
+    def take(self, name: str) -> Tensor:
+        found = self.find(name)
+        if found is None:
+            raise SourceError(
+                f"{self._folder}: {name}", "config.json needs this tensor, but it is missing", "save again"
+            )
+        return found
+
+    def find(self, name: str) -> Tensor | None:
+        if name not in self._tensors:
+            return None
+        self._taken.add(name)
+        return self._tensors[name]
+
+    def rest(self) -> dict[str, Tensor]:
+        return {name: self._tensors[name] for name in self._tensors if name not in self._taken}
+
+
+def _scheme(schemes: Mapping[str, LayerScheme], group: str | None) -> LayerScheme | None:
+    return None if group is None else schemes[group]
+
+
+def _read_linear(stored: _Reader, layer: str, scheme: LayerScheme) -> QLinear:
+    fmt = scheme.weight.fmt
+    scale = stored.take(f"{layer}.weight_scale").float()
+    if fmt == INT4:
+        n, k = (int(size) for size in stored.take(f"{layer}.weight_shape"))
+        codes = unpack_int4(stored.take(f"{layer}.weight_packed"), k)
+    else:
+        codes = stored.take(f"{layer}.weight")
+        n, k = codes.shape
+    zero = None if scheme.weight.symmetric else stored.take(f"{layer}.weight_zero_point")
+    if zero is not None and fmt == INT4:
+        zero = unpack_int4(zero.T, n).T
+    scale = scale.reshape(scale_shape((n, k), scheme.weight.granularity))
+    weight = QTensor(codes, scale, None if zero is None else zero.float(), fmt, scheme.weight.granularity)
+    static = scheme.activation is not None and not scheme.activation.dynamic
+    input_scale = _floored(stored.take(f"{layer}.input_scale")).reshape(1) if static else None
+    return QLinear(_requantized(weight), scheme.activation, input_scale, stored.find(f"{layer}.bias"))
+
+
+def _requantized(weight: QTensor) -> QTensor:
+    """The same weight with every scale at least `SCALE_FLOOR` (other tools store smaller ones for all-zero rows)."""
+    if weight.scale.min() >= SCALE_FLOOR:
+        return weight
+    scale = _floored(weight.scale)
+    return quantize_matrix(weight.dequantize(), scale, weight.zero_point, weight.fmt, weight.granularity)
+
+
+def _floored(scale: Tensor) -> Tensor:
+    return scale.float().clamp_min(SCALE_FLOOR)
+
+
+def _read_kv(stored: _Reader, n_layers: int, name: str) -> dict[str, Tensor]:
+    layers = [f"model.layers.{i}.self_attn" for i in range(n_layers)]
+    return {layer: _floored(stored.take(f"{layer}.{name}")).reshape(-1) for layer in layers}
+
+
+def _write_json(path: Path, body: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

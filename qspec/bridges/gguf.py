@@ -1,0 +1,203 @@
+"""GGUF models: header to `config.json`, llama.cpp's tensor names and order to transformers', exact dequantization."""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qspec.bridges.gguf_file import GGUFFile, TensorInfo
+from qspec.bridges.hf import ByteBPE, HFTokenizer, arch_from_config, build_tokenizer
+from qspec.bridges.layout import check_shapes
+from qspec.errors import SourceError
+from qspec.provenance import sha256_file
+from qspec.records import ArchMap, LoadedModel
+
+KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SPLITTERS: dict[str, Literal["smollm", "gpt-2", "qwen2"]] = {"smollm": "smollm", "gpt-2": "gpt-2", "qwen2": "qwen2"}
+_USE_FOLDER = "use the transformers folder (safetensors) of this model"
+_SPECIAL = 3  # token type "control"
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PARTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+def load_gguf(path: str | Path, source: Mapping[str, str] | None = None) -> LoadedModel:
+    """A model from a GGUF file, dequantized exactly to float32 tensor by tensor when used.
+
+    `source` overrides what the model records about its origin. Raises `SourceError` for what is not supported.
+    """
+    file = GGUFFile(path)
+    config = config_from_gguf(file)
+    arch = arch_from_config(config)
+    tensors = GGUFTensors(file, arch)
+    check_shapes(str(path), arch, {name: tensors.shape(name) for name in tensors})
+    origin = {"model": str(path), "revision": "", "sha256": sha256_file(path), **(source or {})}
+    return LoadedModel(arch, tensors, config, tokenizer_from_gguf(file), origin)
+
+
+def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
+    """The `config.json` that transformers would need for this file."""
+    kind = str(file.metadata.get("general.architecture"))
+    if kind not in KINDS:
+        rule = "is not supported from a GGUF file, only " + ", ".join(KINDS)
+        raise SourceError(f"{file.path}: architecture {kind!r}", rule, _USE_FOLDER)
+    if any(name.startswith("rope_freqs") for name in file.tensors):
+        raise SourceError(f"{file.path}: rope_freqs", "stores rotary factors without their rule (llama3)", _USE_FOLDER)
+    if file.metadata.get(f"{kind}.expert_count"):
+        raise SourceError(f"{file.path}: architecture {kind!r}", "has a mixture of experts", _USE_FOLDER)
+    heads = int(_need(file, f"{kind}.attention.head_count"))
+    hidden = int(_need(file, f"{kind}.embedding_length"))
+    head_dim = file.metadata.get(f"{kind}.attention.key_length", hidden // heads)
+    config = {
+        "architectures": [KINDS[kind]],
+        "model_type": kind,
+        "vocab_size": _embedding(file).shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": int(_need(file, f"{kind}.feed_forward_length")),
+        "num_hidden_layers": int(_need(file, f"{kind}.block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(file.metadata.get(f"{kind}.attention.head_count_kv", heads)),
+        "head_dim": int(head_dim),
+        "max_position_embeddings": int(_need(file, f"{kind}.context_length")),
+        "rms_norm_eps": _shortest(_need(file, f"{kind}.attention.layer_norm_rms_epsilon")),
+        "rope_parameters": _rope_parameters(file, kind, int(head_dim)),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": kind != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
+        "dtype": "float32",
+    }
+    ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKEN_KEYS.items()}
+    return config | {name: int(i) for name, i in ids.items() if i is not None}
+
+
+def tokenizer_from_gguf(file: GGUFFile) -> HFTokenizer:
+    """The model's tokenizer rebuilt from tokens, merges and token types; only byte-level BPE."""
+    data = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
+    splitter = SPLITTERS.get(str(data.get("pre")))
+    if data.get("model") != "gpt2" or splitter is None:
+        rule = "is not supported from a GGUF file, only byte-level BPE split as " + ", ".join(SPLITTERS)
+        raise SourceError(f"{file.path}: tokenizer {data.get('model')!r} / {data.get('pre')!r}", rule, _USE_FOLDER)
+    first, _, second = zip(*(merge.partition(" ") for merge in _need(file, "tokenizer.ggml.merges")), strict=True)
+    types = _need(file, "tokenizer.ggml.token_type")
+    return build_tokenizer(
+        ByteBPE(
+            tokens=_need(file, "tokenizer.ggml.tokens"),
+            merges=list(zip(first, second, strict=True)),
+            special_ids=[i for i, kind in enumerate(types) if kind == _SPECIAL],
+            splitter=splitter,
+            bos_id=data.get("bos_token_id"),
+            eos_id=data.get("eos_token_id"),
+            pad_id=data.get("padding_token_id"),
+            add_bos=bool(data.get("add_bos_token", False)),
+            chat_template=file.metadata.get("tokenizer.chat_template"),
+            max_length=file.metadata.get(f"{file.metadata['general.architecture']}.context_length"),
+        )
+    )
+
+
+class GGUFTensors(Mapping[str, Tensor]):
+    """float32 tensors by transformers' name, each dequantized anew when it is asked for."""
+
+    def __init__(self, file: GGUFFile, arch: ArchMap) -> None:
+        self._file, self._arch = file, arch
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return {_transformers_name(self._file, name): name for name in self._file.tensors}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._names[name]].shape
+
+    def __getitem__(self, name: str) -> Tensor:
+        values = torch.from_numpy(_dequantize(self._file, self._names[name]))
+        heads = {"q_proj": self._arch.n_heads, "k_proj": self._arch.n_kv_heads}.get(name.split(".")[-2])
+        return values if heads is None or self._arch.model_type != "llama" else _unpermute(values, heads)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+_TOKEN_KEYS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+
+def _rope_parameters(file: GGUFFile, kind: str, head_dim: int) -> dict[str, Any]:
+    data = file.metadata
+    rotated = int(data.get(f"{kind}.rope.dimension_count", head_dim))
+    if rotated != head_dim:
+        raise SourceError(f"{file.path}: rope.dimension_count {rotated}", "heads are rotated whole", _USE_FOLDER)
+    parameters = {"rope_type": "default", "rope_theta": _shortest(data.get(f"{kind}.rope.freq_base", 10000.0))}
+    scaling = data.get(f"{kind}.rope.scaling.type", "none")
+    if scaling == "linear":
+        return parameters | {"rope_type": "linear", "factor": _shortest(_need(file, f"{kind}.rope.scaling.factor"))}
+    if scaling != "none":
+        raise SourceError(f"{file.path}: rope scaling {scaling!r}", "is not supported from a GGUF file", _USE_FOLDER)
+    return parameters
+
+
+def _transformers_name(file: GGUFFile, name: str) -> str:
+    stem, _, leaf = name.rpartition(".")
+    if stem in _WHOLE:
+        return f"{_WHOLE[stem]}.{leaf}"
+    block, _, part = stem.removeprefix("blk.").partition(".")
+    if not stem.startswith("blk.") or part not in _PARTS:
+        raise SourceError(f"{file.path}: {name}", "is no part of a supported model", _USE_FOLDER)
+    return f"model.layers.{block}.{_PARTS[part]}.{leaf}"
+
+
+def _dequantize(file: GGUFFile, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    import gguf
+
+    info = file.tensors[name]
+    try:
+        kind = gguf.GGMLQuantizationType(info.kind)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        rows = np.frombuffer(file.read(name, info.numel // block * size), dtype=np.uint8)
+        values = gguf.quants.dequantize(rows.reshape(*info.shape[:-1], -1), kind)
+    except (KeyError, ValueError, NotImplementedError) as error:
+        rule = f"is stored in a type that gguf cannot read ({error})"
+        raise SourceError(f"{file.path}: {name}", rule, _USE_FOLDER) from error
+    return np.array(values, dtype=np.float32).reshape(info.shape)
+
+
+def _unpermute(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head from llama.cpp's interleaved rotary order back to transformers' two halves."""
+    split = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return split.transpose(1, 2).reshape(weight.shape)
+
+
+def _embedding(file: GGUFFile) -> TensorInfo:
+    if "token_embd.weight" not in file.tensors:
+        raise SourceError(f"{file.path}: token_embd.weight", "is missing", "download the file again")
+    return file.tensors["token_embd.weight"]
+
+
+def _need(file: GGUFFile, key: str) -> Any:
+    if key not in file.metadata:
+        raise SourceError(f"{file.path}: {key}", "the header lacks this entry", _USE_FOLDER)
+    return file.metadata[key]
+
+
+def _shortest(value: float) -> float:
+    """The decimal number that was rounded to this float32 (1e-05, not 9.999999747378752e-06)."""
+    return float(str(np.float32(value)))

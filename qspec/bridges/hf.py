@@ -1,0 +1,298 @@
+"""transformers and tokenizers: what a `config.json` means, model folders, and tokenizers."""
+
+from collections.abc import Collection, Mapping, Sequence
+import copy
+from dataclasses import dataclass
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from qspec.bridges.layout import select_tensors
+from qspec.bridges.support import USE_SUPPORTED, quantization_method, supported_type
+from qspec.bridges.tensors import read_tensors, weights_sha256
+from qspec.errors import SourceError
+from qspec.records import ArchMap, LoadedModel
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_FIX_CONFIG = "correct config.json, or download the model again"
+_FIX_TOKENIZER = "save it again with a current transformers (`tokenizer.save_pretrained`)"
+
+
+def arch_from_config(config: Mapping[str, Any]) -> ArchMap:
+    """Shape and switches of a model from its `config.json`; transformers' own defaults for what it omits.
+
+    Raises `SourceError` naming the model type and what is missing for it.
+    """
+    kind = supported_type(config)
+    typed = _typed_config(kind, config)
+    heads, hidden = int(typed.num_attention_heads), int(typed.hidden_size)
+    kv_heads = int(getattr(typed, "num_key_value_heads", None) or heads)
+    if heads % kv_heads:
+        raise SourceError(f"{heads} heads, {kv_heads} KV heads", "heads must be a multiple of KV heads", _FIX_CONFIG)
+    inv_freq, rope_factor = _rope(kind, typed)
+    bias = bool(getattr(typed, "attention_bias", False))
+    return ArchMap(
+        model_type=kind,
+        architecture=_architecture(typed),
+        n_layers=int(typed.num_hidden_layers),
+        hidden_size=hidden,
+        intermediate_size=int(typed.intermediate_size),
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=_head_dim(typed),
+        vocab_size=int(typed.vocab_size),
+        max_positions=int(typed.max_position_embeddings),
+        rope_inv_freq=inv_freq,
+        rope_factor=rope_factor,
+        norm_eps=float(typed.rms_norm_eps),
+        norm_offset=1.0 if kind == "gemma" else 0.0,
+        embed_scale=hidden**0.5 if kind == "gemma" else 1.0,
+        activation=_activation(kind, typed),
+        qk_norm=kind == "qwen3",
+        qkv_bias=kind == "qwen2" or bias,
+        o_bias=kind != "qwen2" and bias,
+        mlp_bias=bool(getattr(typed, "mlp_bias", False)),
+        tied=bool(typed.tie_word_embeddings),
+        sliding_window=_window(kind, typed),
+        eos_ids=_eos_ids(typed.eos_token_id),
+    )
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """`config.json` of a model folder, with the stop tokens of its `generation_config.json` merged in."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise SourceError(str(folder), "holds no config.json", "give the folder of a transformers model")
+    config = _read_json(path)
+    generation = path.with_name("generation_config.json")
+    if generation.is_file():
+        ids = sorted({*_eos_ids(config.get("eos_token_id")), *_eos_ids(_read_json(generation).get("eos_token_id"))})
+        if ids:
+            config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    return config
+
+
+def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` to write back: no quantization state, no path it came from, no code to run."""
+    dropped = ("quantization_config", "_name_or_path", "auto_map", "_source")
+    clean = {key: copy.deepcopy(value) for key, value in config.items() if key not in dropped}
+    if clean.get("model_type") == "gemma" and clean.get("hidden_act") == "gelu":
+        clean["hidden_act"] = "gelu_pytorch_tanh"  # what old Gemma files mean; transformers 5 takes them at their word
+    return clean
+
+
+def load_folder(folder: str | Path, source: Mapping[str, str] | None = None) -> LoadedModel:
+    """A float model from a transformers folder; tensors are memory-mapped when they are used.
+
+    `source` overrides what the model records about its origin. Raises `SourceError` for a quantized or unsupported
+    model, and for weights that are not exactly those of the architecture.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    arch = arch_from_config(config)
+    method = quantization_method(config)
+    if method is not None:
+        fix = "give the float model that it was made from"
+        raise SourceError(str(folder), f"is already quantized (method {method!r})", fix)
+    tensors = select_tensors(str(folder), read_tensors(folder), arch)
+    origin = {"model": str(folder), "revision": "", "sha256": weights_sha256(folder), **(source or {})}
+    return LoadedModel(arch, tensors, clean_config(config), load_tokenizer(folder), origin)
+
+
+def load_tokenizer(folder: str | Path) -> "HFTokenizer":
+    """The tokenizer saved in a model folder, as transformers (and the engines built on it) loads it."""
+    from transformers import AutoTokenizer
+
+    path = Path(folder)
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise SourceError(str(path), "holds no tokenizer", "add tokenizer.json and tokenizer_config.json to the folder")
+    try:
+        inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # from KeyError to the Rust parser's own type
+        raise SourceError(str(path), f"has an unreadable tokenizer ({_one_line(error)})", _FIX_TOKENIZER) from error
+    if getattr(inner, "backend_tokenizer", None) is None:
+        raise SourceError(str(path), "has a tokenizer without a tokenizer.json form", _FIX_TOKENIZER)
+    return HFTokenizer(inner)
+
+
+class HFTokenizer:
+    """`records.Tokenizer` on a transformers fast tokenizer."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [int(i) for i in self.inner.encode(text, add_special_tokens=special)]
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self.inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self.inner.chat_template:
+            raise SourceError("tokenizer", "has no chat template", "use a chat (instruct) model, or plain text prompts")
+        ids = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return [int(i) for i in ids]
+
+    def fingerprint(self) -> str:
+        state = json.loads(self.inner.backend_tokenizer.to_str())
+        pipeline = {key: value for key, value in state.items() if key not in ("padding", "truncation")}
+        special = {name: str(token) for name, token in self.inner.special_tokens_map.items()}
+        parts = {"pipeline": pipeline, "special": special, "template": self.inner.chat_template or ""}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def vocabulary(self) -> dict[str, int]:
+        """Id of every token, added ones included: what a target and its draft must agree on."""
+        return {str(token): int(i) for token, i in self.inner.get_vocab().items()}
+
+    def save(self, folder: Path) -> None:
+        self.inner.save_pretrained(str(folder))
+
+
+@dataclass(frozen=True)
+class ByteBPE:
+    """A byte-level BPE tokenizer as plain data (what a GGUF header holds). `merges` are pairs of tokens."""
+
+    tokens: Sequence[str]
+    merges: Sequence[tuple[str, str]]
+    special_ids: Collection[int]
+    splitter: Literal["smollm", "gpt-2", "qwen2"]
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    add_bos: bool = False
+    chat_template: str | None = None
+    max_length: int | None = None
+
+
+def build_tokenizer(spec: ByteBPE) -> HFTokenizer:
+    """A working tokenizer from its parts."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(spec.tokens)}, merges=list(spec.merges)))
+    inner.normalizer, inner.pre_tokenizer = _splitter(spec.splitter)
+    inner.decoder = decoders.ByteLevel()
+    special = [AddedToken(spec.tokens[i], special=True, normalized=False) for i in sorted(spec.special_ids)]
+    inner.add_special_tokens(special)
+    if spec.add_bos and spec.bos_id is not None:
+        bos = spec.tokens[spec.bos_id]
+        inner.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, spec.bos_id)])
+    named = {"bos_token": spec.bos_id, "eos_token": spec.eos_id, "pad_token": spec.pad_id}
+    options: dict[str, Any] = {name: spec.tokens[i] for name, i in named.items() if i is not None}
+    if spec.max_length is not None:
+        options["model_max_length"] = spec.max_length
+    if spec.chat_template is not None:
+        options["chat_template"] = spec.chat_template
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False, **options))
+
+
+def _splitter(name: str) -> tuple[Any, Any]:
+    """Normalizer and pre-tokenizer that a byte-level BPE was trained with."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if name == "gpt-2":
+        return None, gpt2
+    if name == "smollm":
+        return None, pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return normalizers.NFC(), pre_tokenizers.Sequence([split, plain])
+
+
+def _typed_config(kind: str, config: Mapping[str, Any]) -> Any:
+    """transformers' config object, which fills in defaults and unifies old and new spellings."""
+    from transformers import AutoConfig
+
+    for name in _REQUIRED:
+        if not isinstance(config.get(name), int):
+            raise SourceError(f"config.json: {name}", "must be given, as a whole number", _FIX_CONFIG)
+    fields = {key: value for key, value in clean_config(config).items() if key != "model_type"}
+    try:
+        return AutoConfig.for_model(kind, **fields)
+    except Exception as error:  # its validators raise several unrelated types
+        raise SourceError("config.json", f"is not a valid {kind} config ({_one_line(error)})", _FIX_CONFIG) from error
+
+
+def _head_dim(typed: Any) -> int:
+    return int(getattr(typed, "head_dim", None) or typed.hidden_size // typed.num_attention_heads)
+
+
+def _rope(kind: str, typed: Any) -> tuple[tuple[float, ...], float]:
+    """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin, by transformers' own functions.
+
+    `dynamic` equals no scaling up to `max_position_embeddings`, and no longer context is ever used; the others do not
+    depend on the length. `longrope` does, and is refused.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = dict(typed.rope_parameters or {})
+    method = str(parameters.get("rope_type", "default"))
+    if method not in ROPE_TYPES:
+        fix = "use a model with rotary scaling " + ", ".join(ROPE_TYPES)
+        raise SourceError(f"model_type {kind!r} with rope_type {method!r}", "is not supported", fix)
+    if float(parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise SourceError(f"model_type {kind!r} with partial_rotary_factor", "heads are rotated whole", USE_SUPPORTED)
+    if method == "default":
+        steps = torch.arange(0, _head_dim(typed), 2, dtype=torch.int64).float() / _head_dim(typed)
+        return tuple((1.0 / float(parameters["rope_theta"]) ** steps).tolist()), 1.0
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[method](typed, torch.device("cpu"))
+    return tuple(inv_freq.tolist()), float(factor)
+
+
+def _activation(kind: str, typed: Any) -> Literal["silu", "gelu_tanh"]:
+    name = str(typed.hidden_act)
+    if name in ("silu", "swish"):
+        return "silu"
+    if name in ("gelu_pytorch_tanh", "gelu_new"):
+        return "gelu_tanh"
+    raise SourceError(
+        f"model_type {kind!r} with hidden_act {name!r}", "is not supported", "use silu or gelu_pytorch_tanh"
+    )
+
+
+def _window(kind: str, typed: Any) -> int | None:
+    """Sliding window that all layers share, or None. Layers that differ are refused."""
+    if getattr(typed, "use_bidirectional_attention", None):
+        raise SourceError(f"model_type {kind!r} with bidirectional attention", "is not causal", USE_SUPPORTED)
+    types = sorted(set(getattr(typed, "layer_types", None) or ()))
+    if len(types) > 1:
+        rule = "is not supported: layers must not differ in attention"
+        raise SourceError(f"model_type {kind!r} with {' and '.join(types)}", rule, USE_SUPPORTED)
+    window = getattr(typed, "sliding_window", None)
+    return None if window is None or types == ["full_attention"] else int(window)
+
+
+def _architecture(typed: Any) -> str:
+    name = str((typed.architectures or [f"{typed.model_type.capitalize()}ForCausalLM"])[0])
+    if not name.endswith("ForCausalLM"):
+        raise SourceError(f"architecture {name!r}", "is no causal language model", "give a …ForCausalLM checkpoint")
+    return name
+
+
+def _eos_ids(value: object) -> tuple[int, ...]:
+    """`eos_token_id` of a config (absent, one id, or several) as sorted ids."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(sorted(int(i) for i in ids))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SourceError(str(path), f"is not JSON ({_one_line(error)})", _FIX_CONFIG) from error
+    if not isinstance(content, dict):
+        raise SourceError(str(path), "must hold a JSON object", _FIX_CONFIG)
+    return content
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,246 @@
+"""`quantization_config` of a compressed-tensors `config.json`, to and from schemes by layer. Touches no file."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import re
+from typing import Any
+
+from qspec.errors import RecipeError, SourceError
+from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from qspec.numerics.formats import FP8_E4M3, INT4, INT8, NumFormat
+from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
+
+Resolved = Mapping[str, LayerScheme | None]
+"""Scheme of every linear layer; None keeps the layer in float."""
+
+_STORED = {("float", 8): FP8_E4M3, ("int", 8): INT8, ("int", 4): INT4}
+_OBSERVERS = {"absmax": "memoryless_minmax", "percentile": "percentile", "mse": "memoryless_mse"}
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+
+
+def groups(resolved: Resolved) -> dict[str, tuple[LayerScheme, list[str]]]:
+    """`group_0`, `group_1`, …: each distinct scheme and the layers that have it, in order of appearance."""
+    members: dict[LayerScheme, list[str]] = {}
+    for layer, scheme in resolved.items():
+        if scheme is not None:
+            members.setdefault(scheme, []).append(layer)
+    return {f"group_{i}": (scheme, layers) for i, (scheme, layers) in enumerate(members.items())}
+
+
+def encode(resolved: Resolved, kv: KVScheme | None, version: str) -> dict[str, Any] | None:
+    """The `quantization_config` of a finished checkpoint; None when there is nothing for it to say.
+
+    One scheme targets `Linear`; several target patterns only, because runtimes try a class name before the members
+    of a merged layer. Raises `RecipeError` for a format that compressed-tensors cannot store.
+    """
+    found = groups(resolved)
+    scheme_kv = encode_kv(kv)
+    if not found and scheme_kv is None:
+        return None
+    every = list(resolved)
+    encoded = {name: _encode_group(*group, every, len(found) == 1) for name, group in found.items()}
+    formats = {group["format"] for group in encoded.values()}
+    return {
+        "config_groups": encoded,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision" if formats else "dense",
+        "global_compression_ratio": None,
+        "ignore": patterns([layer for layer, scheme in resolved.items() if scheme is None], every),
+        "kv_cache_scheme": scheme_kv,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": version,
+    }
+
+
+def decode(config: Mapping[str, Any], layers: Iterable[str]) -> tuple[dict[str, LayerScheme], dict[str, str | None]]:
+    """Schemes by group, and the group of every layer (None: float). Raises `SourceError` for what qspec cannot run."""
+    if config.get("quant_method") != "compressed-tensors":
+        method = str(config.get("quant_method"))
+        raise SourceError(method, "only compressed-tensors checkpoints are read", "start from the float model")
+    schemes = {name: _decode_group(group) for name, group in config["config_groups"].items()}
+    targets = {name: group["targets"] for name, group in config["config_groups"].items()}
+    ignore = config.get("ignore") or []
+    return schemes, {layer: None if _matches(layer, ignore) else _first(layer, targets) for layer in layers}
+
+
+def encode_kv(kv: KVScheme | None) -> dict[str, Any] | None:
+    """`kv_cache_scheme`: float8 with static scales. Dynamic scales are a serving flag, so None."""
+    if kv is None or kv.granularity == "token_head":
+        return None
+    scheme = _encode_tensor(TensorScheme(kv.fmt, PerTensor()), observer=None)
+    return scheme | {"strategy": "attn_head" if kv.granularity == "head" else "tensor"}
+
+
+def decode_kv(args: Mapping[str, Any] | None) -> KVScheme | None:
+    """Inverse of `encode_kv`."""
+    if args is None:
+        return None
+    strategy = args.get("strategy") or "tensor"
+    stored = (args["type"], args["num_bits"]) == ("float", 8) and args.get("symmetric", True) and not args["dynamic"]
+    if not stored or strategy not in ("tensor", "attn_head"):
+        raise SourceError(
+            f"kv_cache_scheme {strategy}", "only static FP8 scales are read", "quantize the KV cache again"
+        )
+    return KVScheme(FP8_E4M3, "head" if strategy == "attn_head" else "tensor")
+
+
+def canonical_plan(resolved: Resolved, kv: KVScheme | None) -> QuantPlan:
+    """A plan that resolves to `resolved`: the commonest scheme is the default, patterns name the others."""
+    every = list(resolved)
+    members: dict[LayerScheme | None, list[str]] = {}
+    for layer, scheme in resolved.items():
+        members.setdefault(scheme, []).append(layer)
+    default = max(members, key=lambda scheme: len(members[scheme]))
+    rules = [
+        Rule(pattern, scheme)
+        for scheme, layers in members.items()
+        if scheme != default
+        for pattern in patterns(layers, every)
+    ]
+    return QuantPlan(default, tuple(rules), kv)
+
+
+def patterns(layers: Sequence[str], every: Sequence[str]) -> list[str]:
+    """Targets that match exactly `layers` among `every`, under any prefix (a draft is loaded below `draft_model.`)."""
+    wanted, known = _by_part(layers), _by_part(every)
+    return [_pattern(part, numbers, len(numbers) == len(known[part])) for part, numbers in wanted.items()]
+
+
+def _by_part(layers: Sequence[str]) -> dict[str, list[str]]:
+    """Layer numbers by what follows them; a layer outside the stack has none."""
+    parts: dict[str, list[str]] = {}
+    for layer in layers:
+        found = _LAYER.fullmatch(layer)
+        part, number = (found[2], [found[1]]) if found else (layer, [])
+        parts.setdefault(part, []).extend(number)
+    return parts
+
+
+def _pattern(part: str, numbers: list[str], whole: bool) -> str:
+    if not numbers:
+        return f"re:.*{re.escape(part)}$"
+    which = r"\d+" if whole else f"({'|'.join(numbers)})"
+    return rf"re:.*layers\.{which}\.{re.escape(part)}$"
+
+
+def _matches(layer: str, targets: Iterable[str]) -> bool:
+    return any(re.match(t[3:], layer) if t.startswith("re:") else t == layer for t in targets)
+
+
+def _first(layer: str, targets: Mapping[str, Sequence[str]]) -> str | None:
+    """The first group that names the layer, else the first that takes every linear layer."""
+    by_name = (group for group, names in targets.items() if _matches(layer, names))
+    by_class = (group for group, names in targets.items() if "Linear" in names)
+    return next(by_name, None) or next(by_class, None)
+
+
+def _encode_group(scheme: LayerScheme, layers: list[str], every: list[str], only: bool) -> dict[str, Any]:
+    activation = scheme.activation
+    observer = None if activation is None or activation.dynamic else "static_minmax"
+    head = patterns(["lm_head"], every) if "lm_head" in layers else []  # runtimes do not count it as a `Linear`
+    return {
+        "format": _format(scheme),
+        "input_activations": None if activation is None else _encode_tensor(activation, observer),
+        "output_activations": None,
+        "targets": [*head, "Linear"] if only else patterns(layers, every),
+        "weights": _encode_tensor(scheme.weight, _OBSERVERS[scheme.weight.clip.method]),
+    }
+
+
+def _format(scheme: LayerScheme) -> str:
+    if scheme.weight.fmt.bits == 4:
+        return "pack-quantized"
+    if scheme.activation is None:
+        return "naive-quantized"
+    return "float-quantized" if scheme.weight.fmt.is_float else "int-quantized"
+
+
+def _encode_tensor(scheme: TensorScheme, observer: str | None) -> dict[str, Any]:
+    kind = "float" if scheme.fmt.is_float else "int"
+    if _STORED.get((kind, scheme.fmt.bits)) != scheme.fmt:
+        raise RecipeError(scheme.fmt.name, "compressed-tensors stores float8 as E4M3 only", "use fp8_e4m3")
+    strategy, group_size, block = _encode_granularity(scheme.granularity)
+    return {
+        "actorder": None,
+        "block_structure": block,
+        "dynamic": scheme.dynamic,
+        "group_size": group_size,
+        "num_bits": scheme.fmt.bits,
+        "observer": observer,
+        "observer_kwargs": {},
+        "scale_dtype": None,
+        "strategy": strategy,
+        "symmetric": scheme.symmetric,
+        "type": kind,
+        "zp_dtype": None if scheme.symmetric else "torch.int8",
+    }
+
+
+def _encode_granularity(granularity: Granularity) -> tuple[str, int | None, list[int] | None]:
+    """`(strategy, group_size, block_structure)`."""
+    match granularity:
+        case PerTensor():
+            return "tensor", None, None
+        case PerChannel():
+            return "channel", None, None
+        case PerToken():
+            return "token", None, None
+        case PerGroup(size):
+            return "group", size, None
+        case PerBlock(rows, cols):
+            return "block", None, [rows, cols]
+
+
+def _decode_group(group: Mapping[str, Any]) -> LayerScheme:
+    weight = _decode_tensor(group["weights"])
+    inputs = group.get("input_activations")
+    activation = None if inputs is None else _decode_tensor(inputs)
+    if weight.fmt == INT8 and activation is None:
+        raise SourceError("weight-only int8", "packed 8-bit weights are not read", "use W8A8 or W4A16")
+    if activation is not None and not activation.symmetric:
+        raise SourceError("asymmetric activations", "activations are symmetric here", "quantize with symmetric: true")
+    return LayerScheme(_scheme_name(weight, activation), weight, activation)
+
+
+def _decode_tensor(args: Mapping[str, Any]) -> TensorScheme:
+    fmt = _STORED.get((args["type"], args["num_bits"]))
+    if fmt is None or args.get("dynamic") == "local":
+        name = f"{args['type']}{args['num_bits']}"
+        raise SourceError(
+            name, "this format is not supported", f"use one of {', '.join(f.name for f in _STORED.values())}"
+        )
+    symmetric = bool(args.get("symmetric", True))
+    return TensorScheme(fmt, _decode_granularity(args), symmetric, bool(args.get("dynamic", False)))
+
+
+def _decode_granularity(args: Mapping[str, Any]) -> Granularity:
+    match args.get("strategy"):
+        case "tensor":
+            return PerTensor()
+        case "channel":
+            return PerChannel()
+        case "token":
+            return PerToken()
+        case "group":
+            return PerGroup(int(args["group_size"]))
+        case "block":
+            rows, cols = args["block_structure"]
+            return PerBlock(int(rows), int(cols))
+        case other:
+            raise SourceError(f"strategy {other}", "this granularity is not supported", "quantize the model again")
+
+
+def _scheme_name(weight: TensorScheme, activation: TensorScheme | None) -> str:
+    """The field's name for a scheme that was read from elsewhere."""
+    if activation is None:
+        return f"W{weight.fmt.bits}A16"
+    if not _is_fp8(weight.fmt):
+        return f"W{weight.fmt.bits}A{activation.fmt.bits}"
+    if isinstance(weight.granularity, PerBlock):
+        return "FP8_BLOCK"
+    return "FP8_DYNAMIC" if activation.dynamic else "FP8"
+
+
+def _is_fp8(fmt: NumFormat) -> bool:
+    return fmt.is_float and fmt.bits == 8

@@ -1,0 +1,92 @@
+"""`qspec.json`, beside `config.json`: what a quantized model knows and compressed-tensors has no field for."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+import json
+from typing import Any
+
+from qspec.bridges.quant_config import groups
+from qspec.errors import IntegrityError
+from qspec.numerics.clipping import Clip
+from qspec.numerics.formats import FORMATS
+from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule
+from qspec.records import FusionPlan, QuantizedModel
+
+NAME = "qspec.json"
+VERSION = 1
+
+
+def encode(model: QuantizedModel) -> str:
+    """JSON text. Schemes are references to the config groups; one that no layer uses is not kept."""
+    found = groups(model.plan.resolve(model.arch.linears()))
+    by_scheme = {scheme: name for name, (scheme, _) in found.items()}
+    body = {
+        "format_version": VERSION,
+        "schemes": {name: _encode_scheme(scheme) for name, (scheme, _) in found.items()},
+        "default": by_scheme.get(model.plan.default) if model.plan.default else None,
+        "rules": [[r.match, by_scheme.get(r.scheme) if r.scheme else None] for r in model.plan.rules],
+        "kv": _encode_kv(model.plan.kv),
+        "source": dict(model.source),
+        "merged": [list(names) for names in model.fusion.merged],
+        "folded_norms": list(model.fusion.folded_norms),
+        "notes": list(model.notes),
+    }
+    return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
+
+
+def parse(text: str | None) -> dict[str, Any]:
+    """The content of a `qspec.json`; empty for a checkpoint that has none."""
+    if text is None:
+        return {}
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise IntegrityError(NAME, f"is not JSON ({error})", "write the pair again") from error
+    if not isinstance(body, dict) or body.get("format_version") != VERSION:
+        raise IntegrityError(NAME, f"is not of format_version {VERSION}", "write the pair again with this qspec")
+    return body
+
+
+def named(body: Mapping[str, Any], schemes: Mapping[str, LayerScheme]) -> dict[str, LayerScheme]:
+    """`schemes` by config group with the names and clips that they were made with."""
+    saved = body.get("schemes", {})
+    return {group: _named(scheme, saved[group]) if group in saved else scheme for group, scheme in schemes.items()}
+
+
+def plan(body: Mapping[str, Any], schemes: Mapping[str, LayerScheme], kv: KVScheme | None) -> QuantPlan:
+    """The plan as it was; `schemes` by config group, `kv` as `config.json` tells it."""
+    rules = tuple(Rule(match, schemes[group] if group else None) for match, group in body["rules"])
+    default = schemes[body["default"]] if body["default"] else None
+    return QuantPlan(default, rules, _decode_kv(body["kv"]) or kv)
+
+
+def fusion(body: Mapping[str, Any]) -> FusionPlan:
+    """The fusion plan; empty for a foreign checkpoint."""
+    return FusionPlan(tuple(tuple(names) for names in body.get("merged", ())), tuple(body.get("folded_norms", ())))
+
+
+def _named(scheme: LayerScheme, saved: Mapping[str, Any]) -> LayerScheme:
+    activation = scheme.activation and replace(scheme.activation, clip=_decode_clip(saved.get("activation_clip")))
+    weight = replace(scheme.weight, clip=_decode_clip(saved.get("weight_clip")))
+    return LayerScheme(saved["name"], weight, activation)
+
+
+def _encode_scheme(scheme: LayerScheme) -> dict[str, Any]:
+    tensors = {"weight_clip": scheme.weight, "activation_clip": scheme.activation}
+    clips = {key: asdict(tensor.clip) for key, tensor in tensors.items() if tensor and tensor.clip != Clip()}
+    return {"name": scheme.name, **clips}
+
+
+def _decode_clip(clip: Mapping[str, Any] | None) -> Clip:
+    return Clip(**clip) if clip else Clip()
+
+
+def _encode_kv(kv: KVScheme | None) -> dict[str, Any] | None:
+    """Only what `kv_cache_scheme` cannot say: dynamic scales, and scales that were not calibrated."""
+    if kv is None or (kv.granularity != "token_head" and kv.scales == "calibrated"):
+        return None
+    return {"format": kv.fmt.name, "granularity": kv.granularity, "scales": kv.scales}
+
+
+def _decode_kv(kv: Mapping[str, Any] | None) -> KVScheme | None:
+    return None if kv is None else KVScheme(FORMATS[kv["format"]], kv["granularity"], kv["scales"])

@@ -1,0 +1,66 @@
+"""Which models qspec reads, and what it says of those that it does not."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qspec.errors import SourceError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+USE_SUPPORTED = "use a model of type " + ", ".join(SUPPORTED)
+
+# What stands between qspec and a model: known types, then config fields whose presence shows it.
+_TYPES = {
+    "gemma2": "logit soft-capping, post-norms and windows that differ by layer",
+    "gemma3": "a vision tower, post-norms and windows that differ by layer",
+    "gemma3_text": "post-norms, and windows and rotary bases that differ by layer",
+    "gpt2": "learned positions and LayerNorm",
+    "mamba": "a state-space layer",
+    "mamba2": "a state-space layer",
+    "mixtral": "a mixture of experts",
+    "phi3": "fused qkv_proj and gate_up_proj tensors and partial rotation",
+    "qwen2_moe": "a mixture of experts",
+    "qwen3_moe": "a mixture of experts",
+    "t5": "an encoder",
+}
+_FIELDS = {
+    "vision_config": "a vision tower",
+    "audio_config": "an audio tower",
+    "kv_lora_rank": "multi-head latent attention",
+    "num_local_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "state_size": "a state-space layer",
+    "ssm_cfg": "a state-space layer",
+    "mamba_d_state": "a state-space layer",
+    "attn_logit_softcapping": "logit soft-capping",
+    "final_logit_softcapping": "logit soft-capping",
+    "is_encoder_decoder": "an encoder",
+    "auto_map": "code that comes with the model, which is never run",
+}
+
+
+def supported_type(config: Mapping[str, Any]) -> str:
+    """`model_type` of a `config.json`, or `SourceError` naming the type and what is missing for it."""
+    kind = str(config.get("model_type") or "")
+    if not kind:
+        raise SourceError("config.json", "does not name its model_type", USE_SUPPORTED)
+    if kind not in SUPPORTED:
+        present = (what for field, what in _FIELDS.items() if config.get(field))
+        missing = _TYPES.get(kind) or next(present, "a layer layout that qspec does not know")
+        raise SourceError(f"model_type {kind!r}", f"is not supported: it needs {missing}", USE_SUPPORTED)
+    method = quantization_method(config)
+    if method not in (None, "compressed-tensors"):
+        raise SourceError(
+            f"model_type {kind!r} quantized by {method!r}",
+            "only float models and compressed-tensors checkpoints are read",
+            "give the float model that it was made from",
+        )
+    return kind
+
+
+def quantization_method(config: Mapping[str, Any]) -> str | None:
+    """Name of the method that quantized a checkpoint (`unnamed` if it does not say); None for a float model."""
+    entry = config.get("quantization_config")
+    if not entry:
+        return None
+    return str(entry.get("quant_method", "unnamed") if isinstance(entry, Mapping) else "unnamed")

@@ -1,0 +1,272 @@
+"""Text for calibration, fidelity and speed: named data sets (`eval/datasets.yaml`) and the user's own files.
+
+Rows come from the folder `$QSPEC_DATA` when it holds the file, else through `datasets`. Calibration reads the first
+half of a data set's rows and `windows` the second, so a model is never judged on the text it was calibrated on.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+import json
+import logging
+import os
+from pathlib import Path
+import random
+from typing import Any, TypedDict
+
+from qspec.errors import RecipeError, SourceError
+from qspec.records import Tokenizer
+from qspec.schema.datasets import DataSet, LocalFile, RemoteSet, dataset
+from qspec.schema.problems import closest
+from qspec.schema.recipe import CalibrationSpec
+
+Row = dict[str, Any]
+Messages = list[dict[str, str]]
+SUFFIXES = (".jsonl", ".parquet", ".txt")
+
+log = logging.getLogger("qspec")
+
+
+class Prompt(TypedDict):
+    """One request of a benchmark."""
+
+    category: str
+    messages: Messages
+
+
+def load_rows(name: str, limit: int | None = None) -> list[Row]:
+    """Rows of a named data set or of a `.jsonl`, `.parquet` or `.txt` file (rows: paragraphs), at most `limit`.
+
+    Raises `RecipeError` for a name that is neither, `SourceError` when the rows cannot be had.
+    """
+    entry, path = _find(name)
+    if path is not None:
+        return list(islice(_read_file(path), limit))
+    most = min(n for n in (limit, entry.remote.rows, 10**9) if n is not None)
+    return list(islice(_stream(name, entry.remote), most))
+
+
+def local_files(name: str) -> dict[str, Path]:
+    """Files of a named data set on this machine: `test`, and `fewshot` if it has worked examples; {} when absent."""
+    local = dataset(name).local
+    found = {"test": _local(local.file), "fewshot": _local(local.fewshot) if local.fewshot else None}
+    paths = {key: path for key, path in found.items() if path is not None}
+    return paths if "test" in paths and (local.fewshot is None or "fewshot" in paths) else {}
+
+
+def origin(name: str) -> str:
+    """Where the rows of `name` come from, as a report states it: a file's name or a Hub data set."""
+    entry, path = _find(name)
+    return path.name if path is not None else entry.remote.file or entry.remote.path
+
+
+def calibration_rows(spec: CalibrationSpec, tokenizer: Tokenizer, seed: int) -> list[list[int]]:
+    """Token rows of `spec.length` (chat rows may be shorter), tokenised as served: BOS first, or the chat template.
+
+    Sources share the samples by weight; the rows are spread over the first half of each. Fewer rows than asked for
+    (a warning in the log) when the text is short; none raises `SourceError`.
+    """
+    rows: list[list[int]] = []
+    for source, samples in zip(spec.data, _shares([d.weight for d in spec.data], spec.samples), strict=True):
+        generator = random.Random(f"{seed} {source.name}")
+        entry, data = _find(source.name)[0], load_rows(source.name)
+        half, fields = data[: max(1, len(data) // 2)], _text_fields(source.name)
+        if spec.chat_template:
+            found = _conversations(half, entry, fields, samples, spec.length, tokenizer, generator)
+        else:
+            texts = [_text(row, fields) for row in half]
+            starts = [(i + generator.random()) / max(1, samples) for i in range(samples)]
+            found = _token_windows(texts, entry.join, starts, spec.length, tokenizer)
+        if len(found) < samples:
+            log.warning("calibration data %s: %d of %d rows, the text is short", source.name, len(found), samples)
+        rows += found
+    if not rows:
+        names = ", ".join(d.name for d in spec.data)
+        raise SourceError(names, f"holds no row of {spec.length} tokens", "lower calibration.length or add data")
+    return rows
+
+
+def windows(name: str, count: int, length: int, tokenizer: Tokenizer) -> list[list[int]]:
+    """At most `count` windows of `length` tokens from the second half of a data set: in order, apart, BOS first."""
+    data, fields = load_rows(name), _text_fields(name)
+    texts = [_text(row, fields) for row in data[len(data) // 2 :]]
+    starts = [i / count for i in range(count)]
+    found = _token_windows(texts, _find(name)[0].join, starts, length, tokenizer)
+    if not found:
+        raise SourceError(name, f"its second half holds no window of {length} tokens", "lower the window length")
+    return found
+
+
+def prompts(
+    name: str,
+    per_category: int,
+    categories: Sequence[str] | None = None,
+    fits: Callable[[Messages], bool] | None = None,
+) -> list[Prompt]:
+    """The first `per_category` requests of every category (first turns, one user message each) that `fits` lets pass.
+
+    A data set may group its categories (Spec-Bench's eight of MT-bench are `multi_turn`); by default the groups count,
+    and both kinds of name may be asked for.
+    """
+    entry, rows = _find(name)[0], load_rows(name)
+    fields = entry.prompt or _text_fields(name)
+    group = {member: wide for wide, members in entry.groups.items() for member in members}
+    own = [_category(row, entry) for row in rows]
+    wide = [group.get(category, category) for category in own]
+    wanted = tuple(categories) if categories is not None else tuple(dict.fromkeys(wide))
+    chosen: list[Prompt] = []
+    for category in wanted:
+        matching = (row for row, a, b in zip(rows, own, wide, strict=True) if category in (a, b))
+        requests = ([{"role": "user", "content": _text(row, fields)}] for row in matching)
+        fitting = (messages for messages in requests if messages[0]["content"] and (fits is None or fits(messages)))
+        chosen += [Prompt(category=category, messages=messages) for messages in islice(fitting, per_category)]
+        if category not in own and category not in wide:
+            valid = sorted({*own, *wide})
+            fix = f"{closest(category, valid)}use one of: {', '.join(valid)}"
+            raise RecipeError(f"prompt category {category!r}", f"does not exist in {name}", fix)
+    if not chosen:
+        raise SourceError(name, "holds no prompt that fits the context", "shorten max_new_tokens or use other prompts")
+    return chosen
+
+
+def _find(name: str) -> tuple[DataSet, Path | None]:
+    """Entry and local file of a name; a user's own file gets an entry with the usual field names."""
+    if name.endswith(SUFFIXES):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise SourceError(name, "does not exist", "give the path of a .jsonl, .parquet or .txt file")
+        own = RemoteSet(path=path.name, split="train")
+        return DataSet(local=LocalFile(file=name), remote=own, text=("text",), category="category"), path
+    entry = dataset(name)
+    return entry, _local(entry.local.file)
+
+
+def _local(file: str) -> Path | None:
+    folder = os.environ.get("QSPEC_DATA")
+    path = Path(folder).expanduser() / file if folder else None
+    return path if path is not None and path.is_file() else None
+
+
+def _text_fields(name: str) -> tuple[str, ...]:
+    """Fields that carry a row's text where the rows come from."""
+    entry, path = _find(name)
+    return entry.text if path is not None else entry.remote.text or entry.text
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    match path.suffix:
+        case ".parquet":
+            yield from _load_dataset("parquet", data_files=str(path), split="train")
+        case ".txt":
+            yield from ({"text": part} for part in path.read_text(encoding="utf-8").split("\n\n") if part.strip())
+        case _:
+            with path.open(encoding="utf-8") as lines:
+                yield from (_json_row(line, path, number) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _json_row(line: str, path: Path, number: int) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise SourceError(f"{path}, line {number}", "is no JSON object", "write one JSON object per line")
+    return row
+
+
+def _stream(name: str, remote: RemoteSet) -> Iterator[Row]:
+    """Rows of a remote set, fetched as they are read."""
+    try:
+        files = {"data_files": remote.file} if remote.file else {"name": remote.config}
+        yield from _load_dataset(remote.path, split=remote.split, **files)
+    except (OSError, ValueError, RuntimeError) as error:
+        rule = f"cannot be read from {remote.path} ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+        fix = "go online, or set QSPEC_DATA to a folder that holds its file, or name a local file"
+        raise SourceError(f"data set {name}", rule, fix) from error
+
+
+def _load_dataset(path: str, **options: Any) -> Iterable[Row]:
+    from datasets import load_dataset
+
+    rows: Iterable[Row] = load_dataset(path, streaming=True, **options)
+    return rows
+
+
+def _text(row: Row, fields: Sequence[str]) -> str:
+    """The fields' text, joined by an empty line; a list gives its items on lines."""
+    parts = [part for field in fields for part in ["\n".join(_items(row, field.split(".")))] if part]
+    return "\n\n".join(parts)
+
+
+def _items(value: Any, path: Sequence[str]) -> list[str]:
+    """Text under a dotted path; a list is entered at an index, else in all its items."""
+    if isinstance(value, list):
+        if path and path[0].isdigit():
+            return _items(value[int(path[0])], path[1:]) if int(path[0]) < len(value) else []
+        return [text for item in value for text in _items(item, path)]
+    if path:
+        return _items(value.get(path[0]), path[1:]) if isinstance(value, dict) else []
+    return [] if value is None else [str(value)]
+
+
+def _category(row: Row, entry: DataSet) -> str:
+    return str(row.get(entry.category, "text")) if entry.category else entry.kind or "text"
+
+
+def _shares(weights: Sequence[float], total: int) -> list[int]:
+    """Split `total` by weight (largest remainders)."""
+    exact = [weight * total / sum(weights) for weight in weights]
+    shares = [int(x) for x in exact]
+    for i in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def _token_windows(
+    texts: Sequence[str], join: str, starts: Sequence[float], length: int, tokenizer: Tokenizer
+) -> list[list[int]]:
+    """Windows that begin at rows `starts` (shares of all rows) or, when that row is used up, right behind it."""
+    found: list[list[int]] = []
+    row = 0
+    for start in starts:
+        row = max(row, int(start * len(texts)))
+        ids, row = _window(texts, row, join, length, tokenizer)
+        if ids is None:
+            break
+        found.append(ids)
+    return found
+
+
+def _window(
+    texts: Sequence[str], row: int, join: str, length: int, tokenizer: Tokenizer
+) -> tuple[list[int] | None, int]:
+    """`length` tokens of running text from `row` on, and the next unused row; None when the text ends before."""
+    text, budget = "", 6 * length
+    while True:
+        while len(text) < budget and row < len(texts):
+            text = (text + join if text else "") + texts[row]
+            row += 1
+        ids = tokenizer.encode(text[:budget])
+        if len(ids) >= length:
+            return ids[:length], row
+        if row == len(texts) and len(text) <= budget:
+            return None, row
+        budget *= 2
+
+
+def _conversations(
+    rows: Sequence[Row],
+    entry: DataSet,
+    fields: Sequence[str],
+    samples: int,
+    length: int,
+    tokenizer: Tokenizer,
+    generator: random.Random,
+) -> list[list[int]]:
+    """Rows as one exchange each, through the chat template, with the reference answer where there is one."""
+    found: list[list[int]] = []
+    for row in generator.sample(list(rows), len(rows)):
+        user = _text(row, entry.prompt or fields)
+        if user and len(found) < samples:
+            answer = tokenizer.encode(_text(row, entry.answer), special=False) if entry.answer else []
+            found.append([*tokenizer.chat([{"role": "user", "content": user}]), *answer][:length])
+    return found

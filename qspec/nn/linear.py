@@ -1,0 +1,100 @@
+"""Linear layers as callables `x_TK -> y_TN`; layers that read one input are merged into one matmul at load."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from qspec.numerics.affine import QTensor
+from qspec.numerics.blocks import PerBlock, PerTensor
+from qspec.ops.select import Kernels, Linear, prepare
+from qspec.records import QLinear
+
+Member = Tensor | QLinear
+"""A float weight `[N, K]` or a quantized layer."""
+
+
+def merged_linear(
+    members: Sequence[Member], biases: Sequence[Tensor | None], dtype: torch.dtype, kernels: Kernels = "auto"
+) -> Linear:
+    """One callable for layers that share an input; outputs are concatenated in order, biases added."""
+    bias_N = _cat_bias(members, biases, dtype)
+    if all(isinstance(m, Tensor) for m in members):
+        return _Biased(_Float(torch.cat([m.to(dtype) for m in members if isinstance(m, Tensor)])), bias_N)
+    quantized = [m for m in members if isinstance(m, QLinear)]
+    if len(quantized) == len(members) and mergeable(quantized):
+        return _Biased(_prepare(_cat(quantized), dtype, kernels), bias_N)
+    parts = [_Float(m.to(dtype)) if isinstance(m, Tensor) else _prepare(m, dtype, kernels) for m in members]
+    return _Biased(_Split(parts), bias_N)
+
+
+def mergeable(members: Sequence[QLinear]) -> bool:
+    """Whether the members' codes can be stacked under one scale tensor: one scheme, and equal scales per tensor."""
+    first = members[0]
+    for m in members[1:]:
+        same = (m.weight.fmt, m.weight.granularity, m.activation) == (
+            first.weight.fmt,
+            first.weight.granularity,
+            first.activation,
+        )
+        if not same or (m.weight.zero_point is None) != (first.weight.zero_point is None):
+            return False
+        if not _equal(m.input_scale, first.input_scale):
+            return False
+        if isinstance(m.weight.granularity, PerTensor) and not torch.equal(m.weight.scale, first.weight.scale):
+            return False
+    granularity = first.weight.granularity
+    return not isinstance(granularity, PerBlock) or all(m.weight.shape[0] % granularity.rows == 0 for m in members)
+
+
+def _cat(members: Sequence[QLinear]) -> QLinear:
+    first = members[0].weight
+    codes = torch.cat([m.weight.codes.view(torch.uint8) for m in members]).view(first.codes.dtype)
+    if isinstance(first.granularity, PerTensor):
+        return replace(members[0], weight=replace(first, codes=codes))
+    zeros = [m.weight.zero_point for m in members if m.weight.zero_point is not None]
+    zero = torch.cat(zeros) if zeros else None
+    scale = torch.cat([m.weight.scale for m in members])
+    return replace(members[0], weight=QTensor(codes, scale, zero, first.fmt, first.granularity))
+
+
+def _cat_bias(members: Sequence[Member], biases: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
+    if all(b is None for b in biases):
+        return None
+    rows = [m.shape[0] if isinstance(m, Tensor) else m.weight.shape[0] for m in members]
+    return torch.cat([torch.zeros(n) if b is None else b.float() for n, b in zip(rows, biases, strict=True)]).to(dtype)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def _prepare(layer: QLinear, dtype: torch.dtype, kernels: Kernels) -> Linear:
+    return prepare(layer.weight, layer.activation, layer.input_scale, dtype, kernels)
+
+
+class _Float:
+    def __init__(self, weight_NK: Tensor) -> None:
+        self._weight_NK = weight_NK
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return F.linear(x_TK, self._weight_NK)
+
+
+class _Split:
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = parts
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return torch.cat([part(x_TK).to(x_TK.dtype) for part in self._parts], -1)
+
+
+class _Biased:
+    def __init__(self, linear: Linear, bias_N: Tensor | None) -> None:
+        self._linear, self._bias_N = linear, bias_N
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        y_TN = self._linear(x_TK).to(x_TK.dtype)
+        return y_TN if self._bias_N is None else y_TN + self._bias_N

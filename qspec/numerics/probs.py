@@ -1,0 +1,47 @@
+"""Next-token laws: from logits and sampling settings to probabilities, and from uniform numbers to tokens.
+
+Shape letters: T positions, K draws, V vocabulary. Settings apply in the common order: temperature, top-k, top-p.
+"""
+
+import torch
+from torch import Tensor
+
+
+def target_law(logits_TV: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Law of the next token, `[T, V]` in the logits' dtype; temperature 0 is one-hot at the first arg-max.
+
+    `top_k` 0 and `top_p` 1 keep everything. `top_p` keeps the fewest most likely tokens whose mass reaches it.
+    """
+    if temperature == 0.0:
+        best_T1 = logits_TV.argmax(-1, keepdim=True)
+        return torch.zeros_like(logits_TV).scatter_(-1, best_T1, 1.0)
+    # Largest logit 0 first: tiny temperatures then give -inf, never inf - inf.
+    scaled_TV = (logits_TV - logits_TV.amax(-1, keepdim=True)) / temperature
+    if 0 < top_k < logits_TV.shape[-1]:
+        scaled_TV = _keep_top_k(scaled_TV, top_k)
+    probs_TV = scaled_TV.softmax(-1)
+    return _keep_top_p(probs_TV, top_p) if top_p < 1.0 else probs_TV
+
+
+def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Token ids by inverse CDF, one for every uniform number in [0, 1): `[V]` gives a scalar, `[K, V]` gives `[K]`.
+
+    `probs` need not sum to one. The CDF is float64, so that tails of large vocabularies keep their mass, and a token
+    of probability 0 is never drawn.
+    """
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    mass = uniforms.to(cdf).unsqueeze(-1) * cdf[..., -1:]
+    return torch.searchsorted(cdf, mass, right=True).squeeze(-1)
+
+
+def _keep_top_k(logits_TV: Tensor, k: int) -> Tensor:
+    values_Tk, ids_Tk = logits_TV.topk(k, dim=-1)
+    return torch.full_like(logits_TV, -torch.inf).scatter_(-1, ids_Tk, values_Tk)
+
+
+def _keep_top_p(probs_TV: Tensor, p: float) -> Tensor:
+    sorted_TV, ids_TV = probs_TV.sort(stable=True, dim=-1, descending=True)
+    mass_before_TV = sorted_TV.cumsum(-1) - sorted_TV
+    sorted_TV = sorted_TV.masked_fill(mass_before_TV >= p, 0.0)
+    kept_TV = torch.zeros_like(probs_TV).scatter_(-1, ids_TV, sorted_TV)
+    return kept_TV / kept_TV.sum(-1, keepdim=True)

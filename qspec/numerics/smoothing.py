@@ -1,0 +1,56 @@
+"""SmoothQuant (arXiv 2211.10438): move activation outliers into weights, `x W^T = (x / s) (W * s)^T`."""
+
+from collections.abc import Callable, Iterable, Sequence
+import math
+
+import torch
+from torch import Tensor
+
+from qspec.numerics.folding import scale_columns
+
+FakeQuant = Callable[[Tensor, Tensor], Tensor]
+"""`(x_TK, w_NK) -> out_TN`: a linear layer as it will run, with both sides quantized."""
+
+AMAX_FLOOR = 1e-5
+"""Magnitudes below are taken as this: their channels cannot demand an extreme factor."""
+
+
+def weights_amax(weights: Sequence[Tensor]) -> Tensor:
+    """Largest |w| of every input channel over all layers that read the same input, float32 `[K]`."""
+    return torch.stack([w.abs().amax(0).float() for w in weights]).amax(0)
+
+
+def smoothing_scale(x_amax_K: Tensor, w_amax_K: Tensor, strength: float) -> Tensor:
+    """Factors `s = x_amax^strength / w_amax^(1 - strength)` (eq. 4), float32 `[K]`; 1 for channels that are all zero.
+
+    `strength` 0 leaves the difficulty to the activations, 1 moves all of it into the weights.
+    """
+    x, w = x_amax_K.double(), w_amax_K.double()
+    s = x.clamp_min(AMAX_FLOOR) ** strength / w.clamp_min(AMAX_FLOOR) ** (1 - strength)
+    return torch.where((x > 0) & (w > 0), s, 1.0).float()
+
+
+def output_error(x_TK: Tensor, weights: Sequence[Tensor], s_K: Tensor, fake_quant: FakeQuant) -> float:
+    """Mean squared error of `fake_quant` under factors `s` against float, summed over `weights`; NaN counts as inf."""
+    smooth_TK = x_TK.float() / s_K
+    error = 0.0
+    for w_NK in weights:
+        out_TN = fake_quant(smooth_TK, scale_columns(w_NK.float(), s_K))
+        error += (out_TN.float() - x_TK.float() @ w_NK.float().T).square().mean(dtype=torch.float64).item()
+    return error if not math.isnan(error) else math.inf
+
+
+def search_strength(
+    inputs_TK: Tensor, weights: Sequence[Tensor], x_amax_K: Tensor, fake_quant: FakeQuant, grid: Iterable[float]
+) -> tuple[float, float]:
+    """The strength of `grid` with the least `output_error`, and that error; the smaller strength of equals.
+
+    No strength is the identity: compare with `output_error` under `s = 1` before smoothing at all.
+    """
+    w_amax_K = weights_amax(weights)
+    scored = [
+        (output_error(inputs_TK, weights, smoothing_scale(x_amax_K, w_amax_K, strength), fake_quant), strength)
+        for strength in grid
+    ]
+    error, strength = min(scored)
+    return strength, error

@@ -1,0 +1,47 @@
+"""What speculation gains (arXiv 2211.17192): expected tokens, walltime, operations, the best draft length.
+
+alpha: acceptance rate; gamma: draft length; c: seconds of a draft step / of a target step; c_hat: the same ratio of
+arithmetic operations; verify cost: seconds of a target pass over gamma + 1 rows / over one row.
+"""
+
+from collections.abc import Callable, Sequence
+
+from qspec.numerics.fidelity import wilson_interval
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens per target pass, `(1 - alpha^(gamma+1)) / (1 - alpha)` (eq. 1); as a sum, exact at alpha = 1 too."""
+    return sum(alpha**i for i in range(gamma + 1))
+
+
+def walltime_speedup(alpha: float, gamma: int, c: float, verify_cost: float = 1.0) -> float:
+    """Speed against plain decoding (theorem 3.8); `verify_cost` 1 is the paper's assumption."""
+    return expected_tokens(alpha, gamma) / (gamma * c + verify_cost)
+
+
+def operations(alpha: float, gamma: int, c_hat: float) -> float:
+    """Arithmetic operations per token against plain decoding (theorem 3.11)."""
+    return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def optimal_gamma(alpha: float, c: float, max_gamma: int, verify_cost: Callable[[int], float] | None = None) -> int:
+    """Draft length of the largest walltime speedup, the shortest of equals; 0: plain decoding is fastest.
+
+    `verify_cost` takes the number of rows (gamma + 1); None: every pass costs 1.
+    """
+
+    def speedup(gamma: int) -> float:
+        return walltime_speedup(alpha, gamma, c, verify_cost(gamma + 1) if verify_cost else 1.0)
+
+    return max(range(max_gamma + 1), key=speedup)
+
+
+def alpha_from_counts(drafted: Sequence[int], accepted: Sequence[int]) -> tuple[float, tuple[float, float]]:
+    """Acceptance rate with its 95 % Wilson interval, from the counts of each step.
+
+    A step tests its accepted tokens and, if not all stand, the rejected one; tokens behind a rejection are never
+    tested. This is the maximum-likelihood estimate for independent tokens. Without any test: `0, (0, 1)`.
+    """
+    stood = sum(accepted)
+    tested = stood + sum(a < d for d, a in zip(drafted, accepted, strict=True))
+    return (stood / tested if tested else 0.0), wilson_interval(stood, tested)

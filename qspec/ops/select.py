@@ -1,0 +1,32 @@
+"""Which kernel serves a quantized linear on this machine."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qspec.numerics.affine import QTensor
+from qspec.ops import cpu, reference
+from qspec.plan import TensorScheme
+
+Kernels = Literal["auto", "reference"]
+Linear = Callable[[Tensor], Tensor]
+
+
+def prepare(
+    weight: QTensor,
+    activation: TensorScheme | None,
+    input_scale: Tensor | None,
+    dtype: torch.dtype,
+    kernels: Kernels = "auto",
+) -> Linear:
+    """A callable `x_TK -> y_TN` without bias; `reference` is the eager twin of whatever `auto` would take."""
+    if kernels == "reference":
+        return partial(reference.linear, weight=weight, activation=activation, input_scale=input_scale)
+    if reference.is_int8_dynamic(weight, activation) and "fbgemm" in torch.backends.quantized.supported_engines:
+        return cpu.Int8Linear(weight.codes, weight.scale)
+    if activation is None and cpu.Int4Linear.fits(weight):
+        return cpu.Int4Linear(weight)
+    return cpu.DecodedLinear(weight, activation, input_scale, dtype)

@@ -1,0 +1,74 @@
+"""What a person sees while a job runs (stages and bars on stderr), and what stays afterwards (`run.log`)."""
+
+from collections.abc import Iterable, Iterator
+import logging
+from pathlib import Path
+import sys
+import time
+from typing import TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+log = logging.getLogger("qspec")
+
+
+class Progress:
+    """Stages and bars on stderr; every stage and its seconds also go to the log. `quiet` leaves only the log.
+
+    Where stderr is no terminal, bars are left out and stage lines stay.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._stage: str | None = None
+        self._started = 0.0
+
+    def stage(self, name: str) -> None:
+        """Start a stage; ends the one before it."""
+        self.close()
+        self._stage, self._started = name, time.perf_counter()
+        self.say(f"{name} …")
+
+    def close(self) -> None:
+        """End the running stage and say how long it took. Safe to call twice."""
+        if self._stage is not None:
+            self.say(f"{self._stage}: {time.perf_counter() - self._started:.1f} s")
+        self._stage = None
+
+    def say(self, line: str) -> None:
+        """One line for the person and the log, above any bar."""
+        log.info(line)
+        if not self.quiet:
+            tqdm.write(line, file=sys.stderr)
+
+    def track(self, items: Iterable[T], stage: str, total: int | None = None, unit: str = "item") -> Iterator[T]:
+        """Yield `items` under a bar of done / total, rate and time left; items that are text are shown as they run."""
+        hidden = True if self.quiet else None  # None: hidden where stderr is no terminal
+        with tqdm(items, desc=stage, total=total, unit=unit, leave=False, disable=hidden, file=sys.stderr) as bar:
+            for item in bar:
+                if isinstance(item, str):
+                    bar.set_postfix_str(item)
+                yield item
+
+
+def setup_log(file: str | Path) -> None:
+    """Append everything that is logged, by qspec (INFO) and by libraries (WARNING), to `file`.
+
+    A second call moves the log to its own file.
+    """
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    root = logging.getLogger()
+    for old in [handler for handler in root.handlers if isinstance(handler, _RunLog)]:
+        root.removeHandler(old)
+        old.close()
+    handler = _RunLog(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+
+class _RunLog(logging.FileHandler):
+    """The one handler that `setup_log` owns."""

@@ -1,0 +1,167 @@
+"""Where a result comes from and how it reaches the disk: digests, versions, the machine, writes without halves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+import errno
+import hashlib
+from importlib import metadata
+import os
+from pathlib import Path
+import platform
+import shutil
+
+from qspec.errors import OutputError
+
+PACKAGES = (
+    "qspec",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "compressed-tensors",
+    "llmcompressor",
+    "lm-eval",
+    "optimum",
+    "safetensors",
+)
+"""Distributions whose version can change a number in a report."""
+
+INSTRUCTION_SETS = (
+    "avx2",
+    "avx512f",
+    "avx_vnni",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "amx_int8",
+    "asimddp",
+    "i8mm",
+    "bf16",
+    "sve",
+)
+"""CPU flags that decide which kernels run, spelled as in /proc/cpuinfo (x86 `flags`, Arm `Features`)."""
+
+
+def sha256_file(path: str | Path) -> str:
+    """Hex sha256 of a file's bytes, read in chunks."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def environment() -> dict[str, str]:
+    """What a measurement depends on: interpreter, library versions, CPU, threads and, if there is one, the GPU."""
+    import torch
+
+    cpu, flags = _cpu()
+    facts = {"python": platform.python_version(), "platform": platform.platform()}
+    facts |= {package: _version(package) for package in PACKAGES}
+    facts |= {"cpu": cpu, "instruction_sets": " ".join(flags), "cores": str(_usable_cores())}
+    facts["threads"] = str(torch.get_num_threads())
+    if torch.cuda.is_available():
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return facts
+
+
+def require_space(path: str | Path, size: int) -> None:
+    """Refuse to start writing `size` bytes under `path` when its disk has less room; raises `OutputError`."""
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        rule = f"needs {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        raise OutputError(str(path), rule, "free some space or choose an output folder on another disk")
+
+
+def atomic_write(path: str | Path, content: bytes | str) -> None:
+    """Write a whole file or nothing (text as UTF-8); makes missing parent folders. Raises `OutputError`."""
+    path = Path(path)
+    part = path.with_name(f".{path.name}.partial")
+    with _output_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(part, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def staged_dir(final: str | Path) -> Iterator[Path]:
+    """An empty folder beside `final` that takes its place when the block ends, and vanishes when the block raises.
+
+    Readers see the old folder or the new one, never half of one; what a killed process left is cleaned up, and an old
+    folder it had set aside is put back, by the next call. One writer per folder. A full disk raises `OutputError`.
+    """
+    final = Path(final)
+    part, previous = (final.with_name(f".{final.name}.{suffix}") for suffix in ("partial", "previous"))
+    with _output_errors(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _recover(final, part, previous)
+        part.mkdir()
+    try:
+        with _output_errors(final, only=(errno.ENOSPC, errno.EDQUOT)):
+            yield part
+        with _output_errors(final):
+            _swap(part, final, previous)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _recover(final: Path, part: Path, previous: Path) -> None:
+    if previous.exists() and not final.exists():
+        previous.rename(final)
+    for leftover in (part, previous):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+
+
+def _swap(part: Path, final: Path, previous: Path) -> None:
+    if final.exists():
+        final.rename(previous)
+    try:
+        part.rename(final)
+    except OSError:
+        if previous.exists():
+            previous.rename(final)
+        raise
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+@contextmanager
+def _output_errors(path: Path, only: tuple[int, ...] = ()) -> Iterator[None]:
+    """Turn `OSError` (with `only`: of these numbers) into `OutputError` about `path`."""
+    try:
+        yield
+    except OSError as error:
+        if only and error.errno not in only:
+            raise
+        rule = f"cannot be written ({error.strerror or error})"
+        raise OutputError(str(path), rule, "choose an output folder with space and write permission") from error
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
+    """Model name and the watched instruction sets; where there is no `/proc/cpuinfo`, the name alone."""
+    if not cpuinfo.exists():
+        return platform.processor() or platform.machine(), []
+    first_core = cpuinfo.read_text().split("\n\n")[0]
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first_core.splitlines())}
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    return fields.get("model name", platform.machine()), [name for name in INSTRUCTION_SETS if name in flags]

@@ -1,0 +1,136 @@
+"""The pair's manifest, `pair.json`: what the pair is, where it came from, what it was measured to do, and every file.
+
+Its bytes have one canonical form, and a digest of that form inside: any change of the file itself is seen.
+"""
+
+import hashlib
+import json
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+
+from qspec.errors import IntegrityError
+from qspec.schema.problems import validate
+
+FORMAT_VERSION: Literal[1] = 1
+NAME = "pair.json"
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _inside(path: str) -> str:
+    """A relative POSIX path that stays inside the pair and is not the manifest."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or "\\" in path or ".." in parts or "\0" in path or path == NAME:
+        raise ValueError(f"{path!r} is no path inside the pair; use a relative path such as target/config.json")
+    if str(PurePosixPath(path)) != path:
+        raise ValueError(f"{path!r} is not in its shortest form; write {PurePosixPath(path)}")
+    return path
+
+
+class Part(BaseModel):
+    """Base of all manifest parts: unknown fields refused, values immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class FileEntry(Part):
+    """One file of the pair."""
+
+    path: Annotated[str, AfterValidator(_inside)]
+    bytes: int = Field(ge=0)
+    sha256: Sha256
+
+
+class Half(Part):
+    """Target or draft. `source`: model, revision, sha256 of the original; `schemes`: linear layers by scheme name."""
+
+    kind: Literal["model", "self", "ngram"]
+    folder: str | None = Field(default=None, description="inside the pair; None for a draft without weights")
+    source: dict[str, str] = {}
+    quantization: dict[str, Any] | None = None
+    schemes: dict[str, int] = {}
+    notes: tuple[str, ...] = ()
+
+
+class TokenizerInfo(Part):
+    """The tokenizer both halves share, and the rows of their heads (padding included)."""
+
+    fingerprint: str = Field(min_length=1)
+    real_vocab: int = Field(ge=1)
+    target_vocab: int = Field(ge=1)
+    draft_vocab: int | None = Field(default=None, ge=1)
+
+
+class Served(Part):
+    """Whether one runtime serves one part of the pair: how, or why not."""
+
+    runtime: str
+    part: Literal["target", "kv", "draft", "speculation"]
+    served: bool
+    detail: str
+
+
+class Validity(Part):
+    """Where the measurements hold."""
+
+    device: str
+    dtype: str
+    max_length: int = Field(ge=1)
+
+
+class Manifest(Part):
+    """`pair.json`. `exportable` False comes with a `reason`."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    name: str
+    target: Half
+    draft: Half
+    tokenizer: TokenizerInfo
+    served_by: tuple[Served, ...] = ()
+    exportable: bool = True
+    reason: str = ""
+    speculation: dict[str, Any] = {}
+    vllm_speculative_config: dict[str, Any] | None = None
+    validity: Validity
+    recipe: dict[str, Any]
+    environment: dict[str, str] = {}
+    measurements: tuple[dict[str, Any], ...] = ()
+    lossless: dict[str, Any] | None = None
+    files: tuple[FileEntry, ...]
+
+    @field_validator("files")
+    @classmethod
+    def _sorted_once(cls, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+        paths = [f.path for f in files]
+        if paths != sorted(set(paths)):
+            raise ValueError("files must be sorted by path, each once; sort them")
+        return files
+
+    def dump(self) -> bytes:
+        """The canonical bytes with their own digest: sorted keys, two spaces, UTF-8, one newline at the end."""
+        data = self.model_dump(mode="json")
+        return _canonical({**data, "digest": hashlib.sha256(_canonical(data)).hexdigest()})
+
+    @classmethod
+    def parse(cls, raw: bytes) -> "Manifest":
+        """The manifest of a `pair.json`'s bytes. Raises `IntegrityError` if they are not exactly what `dump` wrote."""
+        rule, fix = "was changed after it was written", "package the pair again, or fetch an intact copy"
+        try:
+            data = json.loads(raw)
+        except (ValueError, RecursionError):
+            raise IntegrityError(NAME, "is not JSON", fix) from None
+        if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
+            version = data.get("format_version") if isinstance(data, dict) else None
+            raise IntegrityError(f"{NAME}: format_version {version!r}", f"must be {FORMAT_VERSION}", fix)
+        data.pop("digest", None)
+        manifest = validate(cls, data, NAME, IntegrityError)
+        if manifest.dump() != raw:
+            raise IntegrityError(NAME, rule, fix)
+        return manifest
+
+
+def _canonical(data: dict[str, Any]) -> bytes:
+    text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"

@@ -1,0 +1,248 @@
+"""The results of a run: every number with its unit, count, spread and condition. `results.json` is exactly this.
+
+Arms are called `original` and `quantized`; intervals are 95 %.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from qspec.errors import IntegrityError
+
+Scalar = str | int | float | bool | None
+
+
+class Record(BaseModel):
+    """Base of all results: unknown fields refused, values immutable, infinities survive JSON."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class Measurement(Record):
+    """One number. `n` counts what was averaged, `ci` is its 95 % interval, `condition` what it was measured under."""
+
+    metric: str
+    value: float
+    unit: str
+    n: int
+    ci: tuple[float, float] | None = None
+    condition: dict[str, Scalar] = {}
+
+
+class Fidelity(Record):
+    """How close the quantized model is to the original on the same windows of held-out text."""
+
+    original_perplexity: Measurement
+    quantized_perplexity: Measurement
+    perplexity_ratio: Measurement
+    kl: Measurement
+    top1_agreement: Measurement
+
+    def measurements(self) -> tuple[Measurement, ...]:
+        ratio = (self.original_perplexity, self.quantized_perplexity, self.perplexity_ratio)
+        return (*ratio, self.kl, self.top1_agreement)
+
+
+class TaskRow(Record):
+    """One item of a task, answered by both arms to the same prompt (hash of the prompt's text)."""
+
+    task: str
+    doc_id: int
+    doc_hash: str
+    prompt_hash: str
+    original: float
+    quantized: float
+    original_cut: bool = False  # the answer hit the token limit
+    quantized_cut: bool = False
+    prompt_cut: bool = False  # the prompt did not fit the context and lost its beginning
+
+
+class SubTask(Record):
+    """Scores of one sub-task (a subject)."""
+
+    task: str
+    n: int
+    original: float
+    quantized: float
+
+
+class TaskResult(Record):
+    """A task on both arms, paired item by item.
+
+    `p_value` is McNemar's exact test (None: items are not right or wrong); `detectable` is the smallest true
+    difference that these items would show with 80 % power; `verdict` says in words what the numbers carry.
+    """
+
+    task: str
+    backend: str
+    original: Measurement
+    quantized: Measurement
+    difference: Measurement
+    recovery: float | None
+    only_original: int
+    only_quantized: int
+    p_value: float | None
+    detectable: float
+    verdict: str
+    original_cut: float
+    quantized_cut: float
+    prompts_cut: int
+    sub_tasks: tuple[SubTask, ...]
+    rows: tuple[TaskRow, ...]
+
+
+class Accuracy(Record):
+    """What `evaluate` returns."""
+
+    fidelity: Fidelity | None = None
+    tasks: tuple[TaskResult, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+
+class Spread(Record):
+    """Median and quartiles of `n` values."""
+
+    median: float
+    q1: float
+    q3: float
+    n: int
+    unit: str
+
+
+class ArmSpeed(Record):
+    """Speed of one arm at one temperature.
+
+    `tpot` is milliseconds per token after the first; `bytes_per_token` what one output token must read (weights and
+    KV cache, draft included), `ceiling_tokens_s` the memory bandwidth over it; None where sizes are not known.
+    `time_share`: draft, verify and other as shares of the decoding time.
+    """
+
+    arm: str
+    speculative: bool
+    temperature: float
+    ttft: Spread
+    tpot: Spread
+    decode_rate: Spread
+    total_rate: Spread
+    weight_bytes: int
+    draft_bytes: int
+    kv_bytes_per_token: float
+    bytes_per_token: float | None
+    ceiling_tokens_s: float | None
+    time_share: dict[str, float]
+
+
+class Ratio(Record):
+    """`arm` against `baseline` on the same prompts: baseline's time per token over the arm's (above 1: faster).
+
+    `speedup` is the geometric mean over prompts, `per_prompt` the ratios behind it (medians over repeats).
+    """
+
+    arm: str
+    baseline: str
+    temperature: float
+    speedup: Measurement
+    per_prompt: tuple[float, ...]
+
+
+class Acceptance(Record):
+    """How drafts fared. `alpha` is per draft token examined; `tokens_per_step` = 1 + accepted / steps.
+
+    `per_position[i]` is the share of steps that drafted position i whose token there was accepted.
+    """
+
+    arm: str
+    temperature: float
+    category: str
+    prompts: int
+    steps: int
+    drafted: int
+    accepted: int
+    alpha: Measurement
+    tokens_per_step: float
+    per_position: tuple[float, ...]
+
+
+class Prediction(Record):
+    """Speedup of speculation from measured alpha, draft length and costs, beside the measured one.
+
+    `draft_cost` (c) is one draft token and `verify_cost` one verification, both over one plain step.
+    """
+
+    arm: str
+    baseline: str
+    temperature: float
+    alpha: float
+    draft_length: float
+    draft_cost: float
+    verify_cost: float
+    predicted: float
+    measured: float
+
+
+class Mismatch(Record):
+    """First token where a speculative greedy answer differs from the plain one.
+
+    `margin`: the logit gap between both tokens, by the target itself; a near tie when rounding can explain it.
+    """
+
+    prompt: int
+    category: str
+    position: int
+    margin: float
+    near_tie: bool
+
+
+class Equality(Record):
+    """Greedy answers, speculative against plain, token for token."""
+
+    arm: str
+    baseline: str
+    n: int
+    equal: int
+    mismatches: tuple[Mismatch, ...] = ()
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every difference sits at a near tie."""
+        return all(m.near_tie for m in self.mismatches)
+
+
+class Speed(Record):
+    """What `bench` returns."""
+
+    arms: tuple[ArmSpeed, ...]
+    ratios: tuple[Ratio, ...]
+    acceptance: tuple[Acceptance, ...] = ()
+    predictions: tuple[Prediction, ...] = ()
+    equality: tuple[Equality, ...] = ()
+    bandwidth: Measurement
+    condition: dict[str, Scalar] = {}
+
+
+class Results(Record):
+    """Everything a report says. `notes` are the quantizer's sentences by model (`target`, `draft`)."""
+
+    format_version: Literal[1] = 1
+    name: str
+    recipe: dict[str, Any]
+    environment: dict[str, str]
+    digests: dict[str, str] = {}
+    accuracy: Accuracy = Accuracy()
+    speed: Speed | None = None
+    notes: dict[str, tuple[str, ...]] = {}
+    limits: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Results":
+        """Results from a `results.json`; raises `IntegrityError` when the file is not one."""
+        try:
+            return cls.model_validate_json(Path(path).read_bytes())
+        except (OSError, ValidationError) as error:
+            first = str(error).splitlines()[0]
+            raise IntegrityError(str(path), f"is not a results file ({first})", "run the recipe again") from error
+
+    def dump(self) -> str:
+        """JSON text that `read` takes back equal."""
+        return self.model_dump_json(indent=2) + "\n"

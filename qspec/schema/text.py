@@ -1,0 +1,80 @@
+"""YAML text in and out: the safe subset, read strictly. Duplicate or non-text keys are refused, `1e-3` is a number."""
+
+from collections.abc import Hashable
+from pathlib import Path
+import re
+from typing import Any
+
+import yaml
+
+from qspec.errors import QspecError, RecipeError
+
+_FLOAT = re.compile(r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+"""YAML 1.2's exponents: YAML 1.1 reads `1e-3` as text."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc, unused-ignore]
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def parse_yaml(text: str, where: str, error: type[QspecError] = RecipeError) -> Any:
+    """Plain data of a YAML text; a syntax error names `where`, line and column."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark or e.context_mark
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise error(
+            f"{where}{at}",
+            f"is not valid YAML ({_line(e.problem or e.context)})",
+            "mend that line",
+        ) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise error(where, f"is not valid YAML ({_line(str(e))})", "mend the file") from None
+
+
+def dump_yaml(data: Any) -> str:
+    """YAML text that `parse_yaml` reads back equal: no aliases, no tags, fields in the order given."""
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def read_text(path: Path, what: str, error: type[QspecError] = RecipeError) -> str:
+    """Text of a file the user named; a missing file, a folder or bytes that are no text are refused in one line."""
+    if path.is_dir():
+        raise error(str(path), f"is a folder, not a {what}", f"give the path of the {what} file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise error(str(path), "does not exist", f"give the path of a {what} file") from None
+    except UnicodeDecodeError:
+        raise error(str(path), "is not UTF-8 text", f"give the path of a {what} file") from None
+    except OSError as e:
+        raise error(
+            str(path),
+            f"cannot be read ({e.strerror})",
+            "check the path and its permissions",
+        ) from None
+
+
+def _line(text: str | None) -> str:
+    return " ".join((text or "unknown problem").split())

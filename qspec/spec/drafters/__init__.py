@@ -1,0 +1,1 @@
+"""Drafters: each proposes continuations of the committed sequence; none can change the output."""

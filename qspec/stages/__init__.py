@@ -1,0 +1,1 @@
+"""The steps of the main job, one per file."""

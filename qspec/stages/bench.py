@@ -1,0 +1,173 @@
+"""Speed: the same real prompts through every arm, in turns, so that drift of the machine hits all of them alike."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from qspec.bridges.text import Messages, origin, prompts
+from qspec.errors import SourceError
+from qspec.nn.lm import LM
+from qspec.progress import Progress
+from qspec.records import Tokenizer
+from qspec.schema.recipe import BenchmarkSpec, Recipe
+from qspec.schema.results import Measurement, Mismatch, Scalar, Speed
+from qspec.spec.engine import generate
+from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
+from qspec.stages import bench_stats
+from qspec.stages.bench_stats import ArmFacts, Request, Run
+
+WARM_UP_TOKENS = 4
+BANDWIDTH_BYTES = 256 << 20
+"""Larger than any last-level cache in reach, small enough for a laptop."""
+NEAR_TIE = 0.02
+"""Gap to the best logit, in standard deviations of the logits, that rounding explains (bfloat16: 2^-8 per product)."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A target with or without a draft. Sizes feed the bandwidth ceiling; 0 means not known.
+
+    weight_bytes: weights that one target pass reads; draft_bytes: the same for one draft token; kv_bytes_per_token:
+    target cache bytes of one position.
+    """
+
+    target: LM
+    drafter: Drafter | None = None
+    policy: DraftLength | None = None
+    weight_bytes: int = 0
+    draft_bytes: int = 0
+    kv_bytes_per_token: float = 0.0
+
+
+def bench(
+    arms: Mapping[str, Arm], tokenizer: Tokenizer, recipe: Recipe, progress: Progress, *, eos_ids: Collection[int]
+) -> Speed:
+    """Time every arm on the recipe's prompts at its temperatures. The first plain arm is the baseline of all.
+
+    A speculative arm is also compared with the plain arm that holds the same target object: for speed, and at
+    temperature 0 token for token.
+    """
+    spec = recipe.benchmark
+    room = min(arm.target.max_length for arm in arms.values()) - spec.max_new_tokens
+    requests, templated = load_requests(spec, tokenizer, room)
+    condition: dict[str, Scalar] = {
+        "prompts": f"{len(requests)} of {spec.prompts}",
+        "source": origin(spec.prompts),
+        "prompt_tokens": f"{min(len(r.tokens) for r in requests)} to {max(len(r.tokens) for r in requests)}",
+        "max_new_tokens": spec.max_new_tokens,
+        "repeats": spec.repeats,
+        "chat_template": templated,
+        "batch": 1,
+        "threads": torch.get_num_threads(),
+        "seed": recipe.seed,
+    }
+    runs = measure(arms, requests, recipe, eos_ids, progress)
+    facts = {name: _facts(name, arms) for name in arms}
+    return bench_stats.summarize(facts, requests, runs, _find_mismatches(arms, requests, runs), bandwidth(), condition)
+
+
+def load_requests(spec: BenchmarkSpec, tokenizer: Tokenizer, room: int) -> tuple[list[Request], bool]:
+    """Prompts of at most `room` tokens, and whether they went through a chat template (a base model has none)."""
+    try:
+        tokenizer.chat([{"role": "user", "content": "?"}])
+        templated = True
+    except SourceError:
+        templated = False
+
+    def tokens(messages: Messages) -> list[int]:
+        return tokenizer.chat(messages) if templated else tokenizer.encode(messages[0]["content"])
+
+    chosen = prompts(spec.prompts, spec.per_category, spec.categories, lambda messages: len(tokens(messages)) <= room)
+    return [Request(prompt["category"], tokens(prompt["messages"])) for prompt in chosen], templated
+
+
+def measure(
+    arms: Mapping[str, Arm],
+    requests: list[Request],
+    recipe: Recipe,
+    eos_ids: Collection[int],
+    progress: Progress,
+) -> list[Run]:
+    """Warm every arm up, then run repeat by repeat, prompt by prompt, all arms in turns (the first one rotates)."""
+    spec = recipe.benchmark
+
+    def run(name: str, prompt: list[int], temperature: float, seed: int, most: int) -> Generation:
+        arm, generator = arms[name], torch.Generator().manual_seed(seed)
+        sampling = Sampling(temperature, recipe.speculation.top_k, recipe.speculation.top_p)
+        return generate(arm.target, arm.drafter, arm.policy, prompt, most, sampling, eos_ids, generator)
+
+    for name in arms:
+        run(name, requests[0].tokens, 0.0, recipe.seed, min(WARM_UP_TOKENS, spec.max_new_tokens))
+    jobs = list(_turns(list(arms), len(requests), spec))
+    runs: list[Run] = []
+    for temperature, repeat, index, name in progress.track(jobs, "benchmark", len(jobs), "run"):
+        seed = recipe.seed + repeat * len(requests) + index
+        generation = run(name, requests[index].tokens, temperature, seed, spec.max_new_tokens)
+        runs.append(Run(name, temperature, repeat, index, generation))
+    return runs
+
+
+def bandwidth(repeats: int = 5) -> Measurement:
+    """Bytes per second that this machine reads from memory: the best of `repeats` sums over a large tensor."""
+    data = torch.ones(BANDWIDTH_BYTES // 4)
+    rates: list[float] = []
+    for _ in range(repeats):
+        begin = perf_counter()
+        data.sum()
+        rates.append(BANDWIDTH_BYTES / (perf_counter() - begin))
+    condition: dict[str, Scalar] = {"bytes": BANDWIDTH_BYTES, "threads": torch.get_num_threads()}
+    return Measurement(metric="memory read", value=max(rates), unit="B/s", n=repeats, condition=condition)
+
+
+def _turns(names: list[str], prompts: int, spec: BenchmarkSpec) -> Iterator[tuple[float, int, int, str]]:
+    """(temperature, repeat, prompt, arm) in the order of measurement."""
+    for temperature in spec.temperatures:
+        for repeat in range(spec.repeats):
+            for index in range(prompts):
+                first = (repeat + index) % len(names)
+                for name in names[first:] + names[:first]:
+                    yield temperature, repeat, index, name
+
+
+def _facts(name: str, arms: Mapping[str, Arm]) -> ArmFacts:
+    """What the statistics need to know of an arm; `plain` names the plain arm of the same target."""
+    arm = arms[name]
+    plain = [other for other, a in arms.items() if a.drafter is None and a.target is arm.target]
+    return ArmFacts(
+        speculative=arm.drafter is not None,
+        plain=plain[0] if plain else None,
+        weight_bytes=arm.weight_bytes,
+        draft_bytes=arm.draft_bytes,
+        kv_bytes_per_token=arm.kv_bytes_per_token,
+    )
+
+
+def _find_mismatches(arms: Mapping[str, Arm], requests: list[Request], runs: list[Run]) -> dict[str, list[Mismatch]]:
+    """Speculative arms' greedy answers that differ from the plain arm of the same target, by arm."""
+    answers = {(r.arm, r.repeat, r.prompt): r.generation.tokens for r in runs if r.temperature == 0}
+    found: dict[str, list[Mismatch]] = {}
+    for (name, repeat, index), tokens in answers.items():
+        facts = _facts(name, arms)
+        if facts.speculative and facts.plain is not None:
+            expected = answers[facts.plain, repeat, index]
+            if tokens != expected:
+                mismatch = _mismatch(arms[name].target, requests[index], index, expected, tokens)
+                found.setdefault(name, []).append(mismatch)
+    return found
+
+
+@torch.no_grad()
+def _mismatch(target: LM, request: Request, index: int, plain: list[int], speculative: list[int]) -> Mismatch:
+    """Where two answers part, judged by the target's own logits there."""
+    together = zip(plain, speculative, strict=False)
+    position = next((i for i, (a, b) in enumerate(together) if a != b), min(len(plain), len(speculative)))
+    margin, near_tie = float("inf"), False
+    if position < min(len(plain), len(speculative)):
+        target.truncate(0)
+        logits_V = target.forward(torch.tensor([*request.tokens, *plain[:position]]), last=1)[0].double()
+        pair = logits_V[[plain[position], speculative[position]]]
+        margin = float(logits_V.max() - pair.min())
+        near_tie = margin <= NEAR_TIE * float(logits_V.std())
+    return Mismatch(prompt=index, category=request.category, position=position, margin=margin, near_tie=near_tie)

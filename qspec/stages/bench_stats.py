@@ -1,0 +1,237 @@
+"""From timed runs to speeds, paired ratios, acceptance and predictions. Pure: no clock, no model."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from qspec.numerics.paired import geometric_mean, quartiles
+from qspec.schema.results import (
+    Acceptance,
+    ArmSpeed,
+    Equality,
+    Measurement,
+    Mismatch,
+    Prediction,
+    Ratio,
+    Scalar,
+    Speed,
+    Spread,
+)
+from qspec.spec.stats import SpecStats
+from qspec.spec.types import Generation, StepRecord
+
+
+@dataclass(frozen=True)
+class Request:
+    """A tokenised prompt."""
+
+    category: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed generation; `prompt` is the index of its request."""
+
+    arm: str
+    temperature: float
+    repeat: int
+    prompt: int
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class ArmFacts:
+    """An arm without its models. `plain`: the plain arm of the same target (itself, for a plain arm)."""
+
+    speculative: bool
+    plain: str | None
+    weight_bytes: int = 0
+    draft_bytes: int = 0
+    kv_bytes_per_token: float = 0.0
+
+
+def summarize(
+    facts: Mapping[str, ArmFacts],
+    requests: Sequence[Request],
+    runs: Sequence[Run],
+    mismatches: Mapping[str, list[Mismatch]],
+    bandwidth: Measurement,
+    condition: dict[str, Scalar],
+) -> Speed:
+    """All of `Speed` from the runs of every arm."""
+    baseline = next((name for name, fact in facts.items() if not fact.speculative), None)
+    arms: list[ArmSpeed] = []
+    ratios: list[Ratio] = []
+    acceptance: list[Acceptance] = []
+    predictions: list[Prediction] = []
+    for temperature in dict.fromkeys(run.temperature for run in runs):
+        by_arm = {name: [r for r in runs if (r.arm, r.temperature) == (name, temperature)] for name in facts}
+        for name, fact in facts.items():
+            arms.append(_arm_speed(name, fact, by_arm[name], requests, bandwidth.value))
+            partners = dict.fromkeys(other for other in (fact.plain, baseline) if other not in (None, name))
+            compared = [ratio for other in partners if other and (ratio := _ratio(name, other, by_arm))]
+            ratios += compared
+            if fact.speculative:
+                acceptance += _acceptance(name, by_arm[name], requests)
+                measured = next((r.speedup.value for r in compared if r.baseline == fact.plain), None)
+                if fact.plain is not None and measured is not None:
+                    predictions += _prediction(name, fact.plain, by_arm, measured)
+    greedy = {name: sum(r.arm == name and r.temperature == 0 for r in runs) for name in facts}
+    return Speed(
+        arms=tuple(arms),
+        ratios=tuple(ratios),
+        acceptance=tuple(acceptance),
+        predictions=tuple(predictions),
+        equality=tuple(_equality(name, facts[name], n, mismatches.get(name, [])) for name, n in greedy.items() if n),
+        bandwidth=bandwidth,
+        condition=condition,
+    )
+
+
+def _arm_speed(
+    name: str, fact: ArmFacts, runs: Sequence[Run], requests: Sequence[Request], bandwidth: float
+) -> ArmSpeed:
+    steps = _steps(runs)
+    size = _bytes_per_token(fact, runs, requests)
+    parts = {"draft": sum(s.t_draft for s in steps), "verify": sum(s.t_verify for s in steps)}
+    parts["other"] = sum(s.t_other for s in steps)
+    total = sum(parts.values())
+    return ArmSpeed(
+        arm=name,
+        speculative=fact.speculative,
+        temperature=runs[0].temperature,
+        ttft=_spread("ms", (1000 * r.generation.ttft for r in runs)),
+        tpot=_spread("ms/token", _each(runs, _tpot)),
+        decode_rate=_spread("tokens/s", (1000 / t for t in _each(runs, _tpot) if t > 0)),
+        total_rate=_spread("tokens/s", _each(runs, _total_rate)),
+        weight_bytes=fact.weight_bytes,
+        draft_bytes=fact.draft_bytes,
+        kv_bytes_per_token=fact.kv_bytes_per_token,
+        bytes_per_token=size,
+        ceiling_tokens_s=bandwidth / size if size else None,
+        time_share={part: seconds / total if total else 0.0 for part, seconds in parts.items()},
+    )
+
+
+def _tpot(generation: Generation) -> float | None:
+    """Milliseconds per token after the first; None for answers of one token."""
+    count = len(generation.tokens) - 1
+    return 1000 * generation.seconds / count if count > 0 else None
+
+
+def _total_rate(generation: Generation) -> float | None:
+    """Tokens per second from the request to the last token."""
+    seconds = generation.ttft + generation.seconds
+    return len(generation.tokens) / seconds if seconds > 0 else None
+
+
+def _each(runs: Iterable[Run], f: Callable[[Generation], float | None]) -> list[float]:
+    return [value for run in runs if (value := f(run.generation)) is not None]
+
+
+def _spread(unit: str, values: Iterable[float]) -> Spread:
+    listed = list(values)
+    q1, mid, q3 = quartiles(listed) if listed else (float("nan"),) * 3
+    return Spread(median=mid, q1=q1, q3=q3, n=len(listed), unit=unit)
+
+
+def _bytes_per_token(fact: ArmFacts, runs: Sequence[Run], requests: Sequence[Request]) -> float | None:
+    """Bytes that one output token has to read at the measured context, draft length and acceptance."""
+    if not fact.weight_bytes or (fact.speculative and not _steps(runs)):
+        return None
+    context = mean(len(requests[r.prompt].tokens) + len(r.generation.tokens) / 2 for r in runs)
+    step = fact.weight_bytes + context * fact.kv_bytes_per_token
+    if not fact.speculative:
+        return step
+    steps = _steps(runs)
+    drafted, accepted = mean(s.drafted for s in steps), mean(s.accepted for s in steps)
+    return (step + drafted * fact.draft_bytes) / (1 + accepted)
+
+
+def _prompt_tpot(runs: Iterable[Run]) -> dict[int, float]:
+    """Median time per token over the repeats, by prompt."""
+    times: dict[int, list[float]] = {}
+    for run in runs:
+        if (value := _tpot(run.generation)) is not None and value > 0:
+            times.setdefault(run.prompt, []).append(value)
+    return {prompt: median(values) for prompt, values in times.items()}
+
+
+def _ratio(name: str, baseline: str, by_arm: Mapping[str, Sequence[Run]]) -> Ratio | None:
+    """Paired speed ratio over the prompts that both arms answered with at least two tokens; None without any."""
+    arm, base = _prompt_tpot(by_arm[name]), _prompt_tpot(by_arm[baseline])
+    ratios = [base[prompt] / arm[prompt] for prompt in base if prompt in arm]
+    if not ratios:
+        return None
+    value, ci = geometric_mean(ratios)
+    metric = "time per token, baseline / arm (geometric mean over prompts)"
+    return Ratio(
+        arm=name,
+        baseline=baseline,
+        temperature=by_arm[name][0].temperature,
+        speedup=Measurement(metric=metric, value=value, unit="x", n=len(ratios), ci=ci),
+        per_prompt=tuple(ratios),
+    )
+
+
+def _acceptance(name: str, runs: Sequence[Run], requests: Sequence[Request]) -> list[Acceptance]:
+    """Pooled over all prompts (`all`), then by category."""
+    groups = {"all": list(runs)}
+    for run in runs:
+        groups.setdefault(requests[run.prompt].category, []).append(run)
+    found: list[Acceptance] = []
+    for category, members in groups.items():
+        if not (steps := _steps(members)):
+            continue
+        stats = SpecStats.from_steps(steps, 1.0)
+        tested = stats.accepted + sum(s.accepted < s.drafted for s in steps)
+        alpha = Measurement(
+            metric="acceptance rate alpha", value=stats.alpha, unit="per draft token", n=tested, ci=stats.alpha_ci
+        )
+        found.append(
+            Acceptance(
+                arm=name,
+                temperature=runs[0].temperature,
+                category=category,
+                prompts=len({r.prompt for r in members}),
+                steps=stats.steps,
+                drafted=stats.drafted,
+                accepted=stats.accepted,
+                alpha=alpha,
+                tokens_per_step=stats.tokens_per_step,
+                per_position=stats.per_position,
+            )
+        )
+    return found
+
+
+def _prediction(name: str, plain: str, by_arm: Mapping[str, Sequence[Run]], measured: float) -> list[Prediction]:
+    """Speedup by the model of arXiv 2211.17192 with measured inputs, beside the measured one."""
+    steps, plain_steps = _steps(by_arm[name]), _steps(by_arm[plain])
+    if not steps or not plain_steps:
+        return []
+    t_plain = median(s.t_verify + s.t_other for s in plain_steps)
+    stats = SpecStats.from_steps(steps, t_plain)
+    return [
+        Prediction(
+            arm=name,
+            baseline=plain,
+            temperature=by_arm[name][0].temperature,
+            alpha=stats.alpha,
+            draft_length=stats.drafted / stats.steps,
+            draft_cost=stats.c,
+            verify_cost=stats.verify_cost,
+            predicted=stats.predicted_speedup,
+            measured=measured,
+        )
+    ]
+
+
+def _equality(name: str, fact: ArmFacts, n: int, mismatches: Sequence[Mismatch]) -> Equality:
+    plain = fact.plain or name
+    return Equality(arm=name, baseline=plain, n=n, equal=n - len(mismatches), mismatches=tuple(mismatches))
+
+
+def _steps(runs: Iterable[Run]) -> list[StepRecord]:
+    return [step for run in runs for step in run.generation.steps]

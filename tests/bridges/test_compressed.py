@@ -1,0 +1,232 @@
+"""Checkpoints on disk, against transformers as it loads and runs them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qspec.bridges import compressed
+from qspec.bridges.tensors import read_tensors, write_tensors
+from qspec.errors import OutputError, RecipeError, SourceError
+from qspec.numerics.formats import SCALE_FLOOR
+from qspec.records import QLinear, QuantizedModel
+from qspec.schema.recipe import ClipSpec, KVSpec, QuantSpec, RuleSpec
+from qspec.stages.build_plan import build_plan
+from qspec.stages.fuse import fuse
+from qspec.stages.quantize import quantize
+from qspec.stages.transform import fake_activation
+from tests.observed import ROWS, load, observe
+from tests.tiny import tiny_model
+
+MIXED = (RuleSpec(match="down_proj", scheme="FP8"), RuleSpec(match=r"re:.*layers\.1\.self_attn\.o_proj", scheme="none"))
+SPECS = {
+    "fp8_static": QuantSpec(scheme="FP8"),
+    "fp8_dynamic": QuantSpec(scheme="FP8_DYNAMIC"),
+    "fp8_block": QuantSpec(scheme="FP8_BLOCK"),
+    "w8a8": QuantSpec(scheme="W8A8"),
+    "w4a16_g64": QuantSpec(scheme="W4A16", group_size=64),
+    "w4a16_g32_head": QuantSpec(scheme="W4A16", group_size=32, ignore=()),
+    "mixed": QuantSpec(scheme="W8A8", rules=MIXED, clip=ClipSpec(method="mse")),
+    "kv_tensor": QuantSpec(scheme="FP8", kv=KVSpec()),
+    "kv_head": QuantSpec(scheme="W8A8", kv=KVSpec(granularity="head")),
+    "kv_cast": QuantSpec(scheme="none", ignore=(), kv=KVSpec(scales="cast")),
+    "kv_int8": QuantSpec(scheme="W8A8", kv=KVSpec(format="int8", granularity="token_head")),
+    "none": QuantSpec(scheme="none", ignore=()),
+}
+IDS = torch.tensor([ROWS[0]])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose layers are wide enough for 128 x 128 tiles."""
+    return tiny_model("llama", tmp_path_factory.mktemp("source"), hidden_size=128, intermediate_size=256)
+
+
+def quantized(folder: Path, spec: QuantSpec) -> QuantizedModel:
+    return fuse(quantize(load(folder), observe(folder), build_plan(spec)))
+
+
+def transformers_model(folder: Path) -> Any:
+    """The checkpoint in transformers; every tensor must have found its place."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    return model.eval()
+
+
+def reference_logits(source: Path, model: QuantizedModel) -> Tensor:
+    """The float model with dequantized weights and inputs rounded as the schemes say; the KV cache stays float."""
+    plain = transformers_model(source)
+    for name, module in plain.named_modules():
+        if name in model.linears:
+            module.weight.data = model.linears[name].weight.dequantize()
+            module.register_forward_pre_hook(_rounds_input(model.linears[name]))
+    return logits(plain)
+
+
+def _rounds_input(linear: QLinear) -> Any:
+    def hook(_module: Any, args: tuple[Tensor, ...]) -> Tensor | None:
+        scheme, scale = linear.activation, linear.input_scale
+        if scheme is None:
+            return None
+        if scheme.dynamic and not scheme.fmt.is_float:  # compressed-tensors maps amax to 127.5, vLLM and qspec to 127
+            scale = args[0][0].abs().amax(-1) / ((scheme.fmt.qmax - scheme.fmt.qmin) / 2)
+        return fake_activation(args[0][0], scheme, scale).unsqueeze(0)
+
+    return hook
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    out: Tensor = model(IDS).logits[0]
+    return out
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_dynamic", "fp8_block", "w8a8", "w4a16_g64", "w4a16_g32_head", "mixed"])
+def test_transformers_computes_the_same(source: Path, tmp_path: Path, name: str) -> None:
+    """Would catch a wrong scale shape, packing order, target pattern or status: all load, and compute something else."""
+    model = quantized(source, SPECS[name])
+    compressed.write(model, tmp_path, torch.float32)
+    # Same codes, scales and arithmetic; a sum in another order may flip the rounding of a few inputs (FP8: 1 in 16).
+    assert distance(logits(transformers_model(tmp_path)), reference_logits(source, model)) < 5e-3
+
+
+@pytest.mark.parametrize("name", ["kv_tensor", "kv_head", "kv_cast"])
+def test_transformers_reads_the_kv_scales(source: Path, tmp_path: Path, name: str) -> None:
+    """Would catch KV scales under a name, shape or scheme that a runtime ignores and replaces by 1.0."""
+    model = quantized(source, SPECS[name])
+    compressed.write(model, tmp_path, torch.float32)
+    served = transformers_model(tmp_path)
+    rounded = distance(logits(served), reference_logits(source, model))
+    assert 1e-3 < rounded < 0.15  # FP8 keeps 4 significant bits of each key and value: an effect, and a small one
+    for i, layer in enumerate(served.model.layers):
+        assert torch.equal(layer.self_attn.k_scale.flatten(), model.k_scale[f"model.layers.{i}.self_attn"])
+        assert torch.equal(layer.self_attn.v_scale.flatten(), model.v_scale[f"model.layers.{i}.self_attn"])
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_read_gives_back_what_was_written(source: Path, tmp_path: Path, name: str) -> None:
+    """Would catch a plan, scale, note or tensor that the files do not hold."""
+    model = quantized(source, SPECS[name])
+    compressed.write(model, tmp_path, torch.float32)
+    back = compressed.read(tmp_path)
+    assert back.plan.kv == model.plan.kv
+    assert back.plan.rules == model.plan.rules
+    assert back.plan.resolve(back.arch.linears()) == model.plan.resolve(model.arch.linears())
+    assert (back.arch, back.source, back.fusion, back.notes) == (model.arch, model.source, model.fusion, model.notes)
+    assert same_tensors(back.tensors, model.tensors)
+    assert same_tensors(back.k_scale, model.k_scale)
+    assert same_tensors(back.v_scale, model.v_scale)
+    assert list(back.linears) == list(model.linears)
+    for layer, linear in model.linears.items():
+        assert same_tensors(parts(back.linears[layer]), parts(linear)), layer
+        assert back.linears[layer].activation == linear.activation
+    assert back.tokenizer.fingerprint() == model.tokenizer.fingerprint()
+
+
+def parts(linear: QLinear) -> dict[str, Tensor]:
+    found = {"codes": linear.weight.codes, "scale": linear.weight.scale, "zero": linear.weight.zero_point}
+    found |= {"input": linear.input_scale, "bias": linear.bias}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_library_accepts_the_config(source: Path, tmp_path: Path, name: str) -> None:
+    """Would catch a field or value that compressed-tensors does not know, which transformers itself passes over."""
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+
+    compressed.write(quantized(source, SPECS[name]), tmp_path, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if name == "none":
+        assert "quantization_config" not in config
+        return
+    known = QuantizationConfig.model_validate(config["quantization_config"])
+    assert known.quantization_status == QuantizationStatus.COMPRESSED
+    assert list(known.config_groups) == [f"group_{i}" for i in range(len(known.config_groups))]
+    assert (known.kv_cache_scheme is None) == (name not in ("kv_tensor", "kv_head", "kv_cast"))
+
+
+@pytest.mark.parametrize("name", ["fp8_static", "w8a8", "kv_head"])
+def test_scales_are_float32_beside_bfloat16_weights(source: Path, tmp_path: Path, name: str) -> None:
+    """Would catch scales that are rounded with the rest: equal members of a merged layer would drift apart."""
+    compressed.write(quantized(source, SPECS[name]), tmp_path, torch.bfloat16)
+    stored = read_tensors(tmp_path)
+    assert {stored[n].dtype for n in stored if n.endswith("_scale")} == {torch.float32}
+    assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma"])
+def test_tied_embeddings_stay_tied(tmp_path: Path, kind: str) -> None:
+    """Would catch a head that is written beside its embedding, or a tie flag that gets lost."""
+    folder = tiny_model(kind, tmp_path / "source")
+    model = quantized(folder, QuantSpec(scheme="W8A8"))
+    compressed.write(model, tmp_path / "out", torch.float32)
+    served = transformers_model(tmp_path / "out")
+    assert served.lm_head.weight is served.model.embed_tokens.weight
+    assert "lm_head.weight" not in read_tensors(tmp_path / "out")
+    assert distance(logits(served), reference_logits(folder, model)) < 5e-3  # as above; biases (qwen2) included
+
+
+def test_a_tied_head_is_not_quantized(tmp_path: Path) -> None:
+    """Would catch codes for a head whose float weight the embedding still needs."""
+    folder = tiny_model("qwen2", tmp_path / "source")
+    with pytest.raises(RecipeError, match="lm_head: is tied"):
+        quantized(folder, QuantSpec(scheme="W8A8", ignore=()))
+
+
+def test_unknown_tensors_are_kept(source: Path, tmp_path: Path) -> None:
+    """Would catch a writer that knows its tensors by name and drops the rest (extra heads, for example)."""
+    model = quantized(source, SPECS["w8a8"])
+    extra = torch.arange(6).reshape(2, 3)
+    model = replace(model, tensors={**model.tensors, "extra.table": extra})
+    compressed.write(model, tmp_path, torch.bfloat16)
+    assert torch.equal(compressed.read(tmp_path).tensors["extra.table"], extra)
+
+
+@pytest.mark.parametrize("value", [0.0, SCALE_FLOOR / 2, float("nan"), float("inf")])
+def test_unusable_scales_are_not_written(source: Path, tmp_path: Path, value: float) -> None:
+    """Would catch a scale that underflows or is NaN at run time, far from its cause."""
+    model = quantized(source, SPECS["fp8_static"])
+    layer = "model.layers.0.mlp.down_proj"
+    bad = replace(model.linears[layer], input_scale=torch.tensor([value]))
+    with pytest.raises(OutputError, match=f"{layer}.input_scale"):
+        compressed.write(replace(model, linears={**model.linears, layer: bad}), tmp_path, torch.float32)
+
+
+def test_a_missing_scale_is_named(source: Path, tmp_path: Path) -> None:
+    """Would catch a truncated checkpoint that fails with a bare KeyError."""
+    compressed.write(quantized(source, SPECS["fp8_static"]), tmp_path, torch.float32)
+    stored = read_tensors(tmp_path)
+    gone = "model.layers.1.mlp.up_proj.weight_scale"
+    kept = {name: stored[name] for name in stored if name != gone}
+    write_tensors(tmp_path / "model.safetensors", kept)
+    with pytest.raises(SourceError, match=gone):
+        compressed.read(tmp_path)
+
+
+def test_a_draft_is_matched_below_a_prefix(source: Path, tmp_path: Path) -> None:
+    """Would catch patterns anchored at `model.`: vLLM loads a draft below `draft_model.`, and would miss them all."""
+    from compressed_tensors.utils.match import match_name
+
+    compressed.write(quantized(source, SPECS["mixed"]), tmp_path, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    group = config["config_groups"]["group_1"]["targets"]
+    assert any(match_name("draft_model.model.layers.1.mlp.down_proj", t) for t in group)
+    assert any(match_name("draft_model.model.layers.1.self_attn.o_proj", t) for t in config["ignore"])
+    assert any(match_name("draft_model.lm_head", t) for t in config["ignore"])
+    assert not any(match_name("draft_model.model.layers.0.self_attn.o_proj", t) for t in config["ignore"])

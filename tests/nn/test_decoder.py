@@ -1,0 +1,105 @@
+"""The decoder against transformers, and its cache against itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qspec.bridges.hf import load_folder
+from qspec.nn.decoder import Decoder
+from qspec.records import LoadedModel
+from tests.tiny import KINDS, VOCAB_SIZE, tiny_model
+
+TOKENS = torch.randint(5, VOCAB_SIZE, (48,), generator=torch.Generator().manual_seed(1))
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *[(kind, {}) for kind in KINDS],
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+]
+
+
+def _hf_logits(folder: Path, tokens_T: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        logits: Tensor = model(tokens_T[None]).logits[0]
+    return logits
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_folder(tiny_model("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.mark.parametrize(("kind", "overrides"), VARIANTS)
+def test_logits_equal_transformers(kind: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a wrong rope, norm offset, embedding scale, window, bias, q/k norm or head order of any kind."""
+    folder = tiny_model(kind, tmp_path, **overrides)
+    decoder = Decoder.from_float(load_folder(folder))
+    # float32, two layers: only the order of summation differs
+    torch.testing.assert_close(decoder.forward(TOKENS), _hf_logits(folder, TOKENS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_pieces_equal_the_whole(kind: str, tmp_path: Path) -> None:
+    """Catches a cache or mask that is off by one when a sequence arrives in pieces of 1 and of several tokens."""
+    decoder = Decoder.from_float(load_folder(tiny_model(kind, tmp_path)))
+    whole = decoder.forward(TOKENS)
+    decoder.truncate(0)
+    pieces = [decoder.forward(part) for part in TOKENS.split([20, 1, 5, 1, 21])]
+    # float32; attention sums in another order
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_last_returns_the_tail(llama: LoadedModel) -> None:
+    """Catches logits of the wrong rows when only the tail is asked for."""
+    decoder = Decoder.from_float(llama)
+    whole = decoder.forward(TOKENS)
+    decoder.truncate(0)
+    # the head multiplies fewer rows: another order of summation
+    torch.testing.assert_close(decoder.forward(TOKENS, last=3), whole[-3:], rtol=1e-5, atol=1e-5)
+
+
+def test_truncate_forgets(llama: LoadedModel) -> None:
+    """Catches rejected draft tokens that still influence what follows."""
+    decoder = Decoder.from_float(llama)
+    decoder.forward(TOKENS[:10])
+    want = decoder.forward(TOKENS[10:12])
+    decoder.truncate(10)
+    decoder.forward(TOKENS[20:30])
+    decoder.truncate(10)
+    assert torch.equal(decoder.forward(TOKENS[10:12]), want)
+    assert decoder.length == 12
+
+
+def test_observer_sees_every_linear_input(llama: LoadedModel) -> None:
+    """Catches a layer that calibration would miss, or inputs of the wrong width."""
+    decoder, seen = Decoder.from_float(llama), {}
+
+    def observe(name: str, x: Tensor) -> None:
+        seen[name] = tuple(x.shape)
+
+    decoder.observer = observe
+    decoder.forward(TOKENS, last=1)
+    arch = llama.arch
+    for name in arch.linears():
+        shared = name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
+        assert seen[shared] == (len(TOKENS), arch.linear_shape(name)[1])
+    assert seen["model.layers.1.self_attn.k"] == (arch.n_kv_heads, len(TOKENS), arch.head_dim)

@@ -1,0 +1,102 @@
+"""Draft models: what they propose and what their cache holds."""
+
+import torch
+
+from qspec.spec.drafters.model import ModelDrafter
+from qspec.spec.types import Proposal, Sampling
+from tests.spec.toys import TableLM, greedy, table
+
+TABLE = table(4, 6)
+GREEDY, HOT = Sampling(), Sampling(temperature=0.8, top_k=4, top_p=0.95)
+
+
+def propose(drafter: ModelDrafter, context: list[int], k: int, sampling: Sampling = GREEDY) -> Proposal:
+    return drafter.propose(context, k, sampling, torch.Generator().manual_seed(3))
+
+
+def test_drafts_its_own_greedy_continuation() -> None:
+    """Catches a chain that feeds the wrong token back."""
+    proposal = propose(ModelDrafter(TableLM(TABLE)), [2, 5], 6)
+    assert proposal.tokens_K.tolist() == greedy(TABLE, [2, 5], 6)
+    assert proposal.probs_KV is None
+
+
+def test_cache_after_rejection_equals_one_that_never_drafted() -> None:
+    """Catches rejected drafts that stay in the cache, and tokens that are fed twice."""
+    lm = TableLM(TABLE)
+    drafter = ModelDrafter(lm)
+    first = propose(drafter, [2, 5], 4).tokens_K.tolist()
+    context = [2, 5, first[0], (first[1] + 1) % 6]  # one draft stood, the second was replaced
+    again = propose(drafter, context, 3)
+    fresh = ModelDrafter(TableLM(TABLE))
+    assert again.tokens_K.tolist() == propose(fresh, context, 3).tokens_K.tolist()
+    assert lm.tokens == context + again.tokens_K.tolist()[:-1]
+    assert lm.rows == [2, 1, 1, 1, 1, 1, 1]
+
+
+def test_whole_acceptance_feeds_last_draft_and_bonus() -> None:
+    """Catches the classic hole: the last draft token never went through the draft model."""
+    lm = TableLM(TABLE)
+    drafter = ModelDrafter(lm)
+    context = [2, 5, *propose(drafter, [2, 5], 3).tokens_K.tolist(), 1]
+    second = propose(drafter, context, 2)
+    assert lm.rows[3:] == [2, 1]
+    assert second.tokens_K.tolist() == greedy(TABLE, context, 2)
+
+
+def test_a_context_that_lost_tokens_is_followed() -> None:
+    """Catches a cache longer than the context it is asked about."""
+    drafter = ModelDrafter(TableLM(TABLE))
+    propose(drafter, [2, 5, 1, 3], 4)
+    assert propose(drafter, [2, 5], 3).tokens_K.tolist() == greedy(TABLE, [2, 5], 3)
+
+
+def test_laws_are_those_the_tokens_were_drawn_from() -> None:
+    """Catches unfiltered laws handed to verification: the output law would no longer be the target's."""
+    proposal = propose(ModelDrafter(TableLM(TABLE)), [2, 5], 5, HOT)
+    text = [2, 5, *proposal.tokens_K.tolist()]
+    assert proposal.probs_KV is not None
+    for i in range(5):
+        expected = HOT.law(TABLE[text[i], text[i + 1]].unsqueeze(0))[0]
+        assert torch.equal(proposal.probs_KV[i], expected)
+        assert expected[text[i + 2]] > 0
+
+
+def test_drafts_only_what_its_cache_can_hold() -> None:
+    """Catches an overflow of a draft whose context is shorter than the target's; the last draft takes no place."""
+    drafter = ModelDrafter(TableLM(TABLE, max_length=6))
+    lengths = [len(propose(drafter, [1] * n, 4).tokens_K) for n in (2, 4, 5, 6, 7, 9)]
+    assert lengths == [4, 3, 2, 1, 0, 0]
+
+
+def test_nothing_is_drafted_behind_a_stop_token() -> None:
+    """Catches draft passes whose tokens can never stand."""
+    lm = TableLM(TABLE)
+    text = greedy(TABLE, [2, 5], 6)
+    proposal = propose(ModelDrafter(lm, eos_ids=(text[1],)), [2, 5], 6)
+    assert proposal.tokens_K.tolist() == text[: text.index(text[1]) + 1]
+    assert len(lm.rows) == len(proposal.tokens_K)
+
+
+def test_reset_empties_the_cache() -> None:
+    """Catches a drafter that trusts a cache which somebody else has used since."""
+    lm = TableLM(TABLE)
+    drafter = ModelDrafter(lm)
+    propose(drafter, [2, 5], 3)
+    drafter.reset()
+    assert lm.length == 0
+    assert propose(drafter, [2, 5], 3).tokens_K.tolist() == greedy(TABLE, [2, 5], 3)
+
+
+def test_an_interrupted_draft_leaves_no_wrong_cache() -> None:
+    """Catches a cache believed to hold what an aborted chain had already rolled back."""
+    lm = TableLM(TABLE, max_length=8)
+    drafter = ModelDrafter(lm)
+    propose(drafter, [2, 5, 1], 3)
+    lm.max_length = 4  # the cache turns out smaller than it said: the toy raises in the middle of the chain
+    try:
+        drafter._chain(drafter._missing([2, 4, 4]), 4, GREEDY, torch.Generator())
+    except AssertionError:
+        lm.max_length = 20
+    context = [2, 5, 1, 0]
+    assert propose(drafter, context, 3).tokens_K.tolist() == greedy(TABLE, context, 3)

@@ -1,0 +1,97 @@
+"""The layers of docs/architecture.md, read from the source: every import counts, also one inside a function."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+import subprocess
+import sys
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = (
+    ("errors", "provenance", "progress", "eval_files"),
+    ("numerics",),
+    ("ops", "schema", "plan"),
+    ("nn", "records"),
+    ("spec", "bridges"),
+    ("stages",),
+    ("pipeline", ""),  # "" is qspec/__init__.py, the public face
+    ("cli", "__main__"),
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+HOMES = {
+    "transformers": "bridges.hf",
+    "tokenizers": "bridges.hf",
+    "gguf": "bridges.gguf",
+    "safetensors": "bridges.tensors",
+    "compressed_tensors": "bridges.compressed",
+    "llmcompressor": "bridges.oneshot",
+    "lm_eval": "bridges.harness",
+    "optimum": "bridges.optimum",
+    "datasets": "bridges.text",
+    "huggingface_hub": "bridges.hub",
+    "numpy": "bridges",
+    "triton": "ops",
+    "pydantic": "schema",
+    "yaml": "schema",
+    "typer": "cli",
+    "tqdm": "progress",
+}
+
+
+def module_of(path: Path) -> str:
+    """`qspec/spec/drafters/__init__.py` -> `spec.drafters`."""
+    return ".".join(path.relative_to(ROOT / "qspec").with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+FILES = {module_of(path): path for path in sorted((ROOT / "qspec").rglob("*.py"))}
+
+
+def imports(module: str) -> set[str]:
+    """Full names of the modules that `module` imports, anywhere in its text."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}: relative import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name.removeprefix("qspec.") in FILES else node.module for name in names}
+    return found
+
+
+def own(module: str) -> set[str]:
+    """Modules of qspec that `module` imports, as keys of `FILES`."""
+    return {name.removeprefix("qspec").removeprefix(".") for name in imports(module) if room(name) == "qspec"}
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_imports_go_down_or_sideways():
+    """Would catch numerics that know of models, an engine that knows of a library, a stage that calls the pipeline."""
+    assert {room(module) for module in FILES} <= LEVEL.keys(), "a new room: give it a layer here and in the docs"
+    edges = [(module, name) for module in FILES for name in own(module)]
+    assert [edge for edge in edges if LEVEL[room(edge[0])] < LEVEL[room(edge[1])]] == []
+    assert [edge for edge in edges if room(edge[0]) == "spec" and room(edge[1]) == "bridges"] == []
+
+
+def test_no_cycles():
+    """Would catch a cycle that a function-level import hides; `prepare` raises and names it."""
+    TopologicalSorter({module: own(module) - {module} for module in FILES}).prepare()
+
+
+def test_each_library_has_one_home():
+    """Would catch a second file that must change when a library does; only torch may be used everywhere."""
+    everywhere = {"qspec", "torch", *sys.stdlib_module_names}
+    uses = {(module, room(name)) for module in FILES for name in imports(module) if room(name) not in everywhere}
+    assert {library for _, library in uses} <= HOMES.keys(), "a new library: give it a home here and in the docs"
+    assert [use for use in sorted(uses) if not f"{use[0]}.".startswith(f"{HOMES[use[1]]}.")] == []
+
+
+def test_command_line_starts_without_heavy_libraries():
+    """Would catch a module-level import that makes `qspec --help` take seconds."""
+    heavy = sorted({"transformers", "llmcompressor", "lm_eval", "datasets", "optimum", "compressed_tensors"})
+    code = f"import sys, qspec.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

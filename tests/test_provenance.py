@@ -1,0 +1,177 @@
+import errno
+import hashlib
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+
+from qspec import provenance
+from qspec.errors import OutputError
+from qspec.provenance import atomic_write, environment, require_space, sha256_file, staged_dir
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_sha256_file_covers_every_byte(tmp_path):
+    """Would catch a digest over the first chunk only."""
+    content = os.urandom(3 << 20) + b"tail"
+    (tmp_path / "f").write_bytes(content)
+    assert sha256_file(tmp_path / "f") == hashlib.sha256(content).hexdigest()
+
+
+def test_environment_names_what_numbers_depend_on():
+    """Would catch a report without library versions, CPU or thread count, or a value that JSON cannot hold."""
+    facts = environment()
+    assert set(provenance.PACKAGES) <= set(facts)
+    assert {"python", "cpu", "instruction_sets", "cores", "threads"} <= set(facts)
+    assert all(isinstance(value, str) for value in facts.values())
+    assert facts["torch"].startswith("2.")
+
+
+def test_environment_imports_no_heavy_library():
+    """Would catch reading a version through `import transformers`, which costs seconds."""
+    code = (
+        "import sys; from qspec.provenance import environment; environment();"
+        "print(sorted({'transformers', 'llmcompressor', 'lm_eval', 'optimum', 'datasets'} & set(sys.modules)))"
+    )
+    root = Path(provenance.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version_of_a_missing_package_is_said(monkeypatch):
+    """Would catch a crash, or a silent gap, when an optional library is absent."""
+    monkeypatch.setattr(provenance, "PACKAGES", ("no-such-package",))
+    assert environment()["no-such-package"] == "not installed"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "flags"),
+    [
+        (
+            "processor\t: 0\nmodel name\t: A CPU @ 2: fast\nflags\t\t: fpu avx2 avx512f amx_int8\n\nprocessor\t: 1\n",
+            "A CPU @ 2: fast",
+            ["avx2", "avx512f", "amx_int8"],
+        ),
+        ("processor\t: 0\nFeatures\t: fp asimddp i8mm\n", None, ["asimddp", "i8mm"]),
+    ],
+)
+def test_cpu_of_x86_and_arm(tmp_path, text, name, flags):
+    """Would catch cutting a model name at its colon, or looking for x86 `flags` on Arm."""
+    (tmp_path / "cpuinfo").write_text(text)
+    found, sets = provenance._cpu(tmp_path / "cpuinfo")
+    assert sets == flags
+    assert found == name if name else found
+
+
+def test_cpu_without_cpuinfo(tmp_path):
+    """Would catch a crash on macOS and Windows, which have no /proc."""
+    name, sets = provenance._cpu(tmp_path / "absent")
+    assert name
+    assert sets == []
+
+
+def test_require_space_refuses_what_cannot_fit(tmp_path):
+    """Would catch finding the disk full only after hours of compute; the folder itself may not exist yet."""
+    require_space(tmp_path / "a" / "b", 1)
+    with pytest.raises(OutputError, match="are free"):
+        require_space(tmp_path / "a" / "b", 1 << 60)
+
+
+def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
+    """Would catch a left-over temporary file, changed line ends, or a missing parent folder."""
+    path = tmp_path / "new" / "f.txt"
+    atomic_write(path, "old")
+    atomic_write(path, "é\r\n")
+    assert path.read_bytes() == "é\r\n".encode()
+    assert names(path.parent) == {"f.txt"}
+
+
+def test_atomic_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
+    """Would catch a truncated file after a full disk, and an OSError that reaches the user as a traceback."""
+    path = tmp_path / "f"
+    atomic_write(path, b"old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match="No space left"):
+        atomic_write(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == {"f"}
+
+
+def test_staged_dir_replaces_the_whole_folder(tmp_path):
+    """Would catch mixing files of an older run into a new pair."""
+    final = tmp_path / "deep" / "pair"
+    for name in ("old", "new"):
+        with staged_dir(final) as part:
+            (part / name).touch()
+    assert names(final) == {"new"}
+    assert names(final.parent) == {"pair"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x"), FileNotFoundError("source")])
+def test_staged_dir_that_fails_leaves_the_old_folder(tmp_path, error):
+    """Would catch half a pair after Ctrl-C, and errors of the body relabelled as output errors."""
+    final = tmp_path / "pair"
+    with staged_dir(final) as part:
+        (part / "old").touch()
+    with pytest.raises(type(error)), staged_dir(final) as part:
+        (part / "half").touch()
+        raise error
+    assert names(final) == {"old"}
+    assert names(tmp_path) == {"pair"}
+
+
+def test_staged_dir_on_a_full_disk(tmp_path):
+    """Would catch a traceback instead of one line when the disk fills up while tensors are written."""
+    with pytest.raises(OutputError, match="full"), staged_dir(tmp_path / "pair"):
+        raise OSError(errno.ENOSPC, "full")
+    assert names(tmp_path) == set()
+
+
+def test_staged_dir_mends_what_a_killed_process_left(tmp_path):
+    """Would catch losing the old pair when the process died between the two renames, and left-overs that pile up."""
+    (tmp_path / ".pair.previous").mkdir()
+    (tmp_path / ".pair.previous" / "old").touch()
+    (tmp_path / ".pair.partial").mkdir()
+    (tmp_path / ".pair.partial" / "half").touch()
+    with pytest.raises(ValueError, match="x"), staged_dir(tmp_path / "pair") as part:
+        assert names(part) == set()
+        raise ValueError("x")
+    assert names(tmp_path) == {"pair"}
+    assert names(tmp_path / "pair") == {"old"}
+
+
+def test_staged_dir_puts_the_old_folder_back_when_the_swap_fails(tmp_path, monkeypatch):
+    """Would catch ending with neither the old nor the new folder."""
+    final = tmp_path / "pair"
+    with staged_dir(final) as part:
+        (part / "old").touch()
+    rename = Path.rename
+
+    def fails_for_part(self: Path, target: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise OSError(errno.EIO, "broken")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails_for_part)
+    with pytest.raises(OutputError, match="broken"), staged_dir(final) as part:
+        (part / "new").touch()
+    assert names(final) == {"old"}
+    assert names(tmp_path) == {"pair"}
+
+
+def test_output_inside_a_file_is_refused(tmp_path):
+    """Would catch a traceback when the output path runs through an existing file."""
+    (tmp_path / "f").touch()
+    with pytest.raises(OutputError), staged_dir(tmp_path / "f" / "pair"):
+        pass
+    with pytest.raises(OutputError):
+        atomic_write(tmp_path / "f" / "x", b"")
