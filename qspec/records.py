@@ -91,6 +91,9 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """sha256 over ids, merges, special and added tokens and the chat template."""
 
+    def vocabulary(self) -> dict[str, int]:
+        """Id of every token, added ones included."""
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer files into `folder`."""
 

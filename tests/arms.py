@@ -43,3 +43,50 @@ class HFModel:
         with torch.no_grad():
             logits: Tensor = self.model(tokens_T[None], past_key_values=self.cache, use_cache=True).logits[0].float()
         return logits if last is None else logits[-last:]
+
+
+class Letters:
+    """A tokenizer of one token per byte: id = byte + 3 behind BOS 1; 2 ends a turn; 0 is unused."""
+
+    vocab_size = 259
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [1] * special + [byte + 3 for byte in text.encode()]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i - 3 for i in ids if i >= 3).decode(errors="replace")
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        turns = [[*self.encode(f"{m['role']}:{m['content']}", special=False), 2] for m in messages]
+        return [1, *(token for turn in turns for token in turn), *self.encode("assistant:", special=False)]
+
+    def fingerprint(self) -> str:
+        return "letters"
+
+    def save(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+class Parrot:
+    """An LM that repeats `script` after any prompt, whatever was said; `logits` adds noise by position and token."""
+
+    max_length = 4096
+
+    def __init__(self, script: list[int], prompt_length: int = 0, noise: float = 0.0, vocab: int = 259) -> None:
+        self.script, self.prompt_length, self.vocab_size = script, prompt_length, vocab
+        self.length = 0
+        self.noise_PV = noise * torch.randn(64, vocab, generator=torch.Generator().manual_seed(3))
+
+    def truncate(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+    def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        if self.length == 0 and self.prompt_length == 0:
+            self.prompt_length = len(tokens_T)
+        positions = torch.arange(self.length, self.length + len(tokens_T))
+        self.length += len(tokens_T)
+        logits_TV = self.noise_PV[positions % 64].clone()
+        for row, position in enumerate(positions.tolist()):
+            at = (position + 1 - self.prompt_length) % len(self.script)
+            logits_TV[row, self.script[at]] += 10
+        return logits_TV if last is None else logits_TV[-last:]

@@ -48,7 +48,8 @@ def tiny_model(kind: str, folder: Path, seed: int = 0, **overrides: Any) -> Path
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(kind, **{**_SHAPE, **_OWN[kind], **overrides})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    build: Any = AutoModelForCausalLM.from_config
+    model = build(config, dtype=torch.float32)
     _randomize(model, torch.Generator().manual_seed(seed))
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
@@ -74,7 +75,8 @@ def save_tokenizer(folder: Path) -> None:
         ),
     )
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    PreTrainedTokenizerFast(
+    backend: Any = PreTrainedTokenizerFast
+    backend(
         tokenizer_object=inner,
         bos_token="<s>",
         eos_token="</s>",

@@ -74,6 +74,12 @@ def read(folder: Path) -> QuantizedModel:
     )
 
 
+def quantization_config(model: QuantizedModel) -> dict[str, Any] | None:
+    """The `quantization_config` that `write` puts into `config.json`."""
+    resolved = model.plan.resolve(model.arch.linears())
+    return quant_config.encode(resolved, model.plan.kv, metadata.version("compressed-tensors"))
+
+
 def refuse_tied_head(arch: ArchMap, layers: Container[str]) -> None:
     """A head that shares its weight with the embedding cannot be stored as codes."""
     if arch.tied and "lm_head" in layers:
@@ -81,8 +87,12 @@ def refuse_tied_head(arch: ArchMap, layers: Container[str]) -> None:
 
 
 def lint_scale(name: str, scale: Tensor) -> None:
-    """Every exported scale is finite and at least `SCALE_FLOOR`; smaller ones underflow in FP8 kernels."""
-    if not bool(torch.isfinite(scale).all()) or scale.min() < SCALE_FLOOR:
+    """Every stored scale is finite and at least `SCALE_FLOOR`; smaller ones underflow in FP8 kernels.
+
+    Weights may have negative scales: AutoRound maps the largest magnitude of a block to the lowest code.
+    """
+    size = scale.abs() if name.endswith("weight_scale") else scale
+    if not bool(torch.isfinite(scale).all()) or size.min() < SCALE_FLOOR:
         low, high = scale.float().min().item(), scale.float().max().item()
         rule = f"scales are finite and at least {SCALE_FLOOR:.3g}, got {low:.3g} … {high:.3g}"
         raise OutputError(name, rule, "look for NaN or all-zero weights in the source model")
@@ -121,8 +131,7 @@ def _linear_tensors(linear: QLinear, dtype: torch.dtype) -> Iterator[tuple[str, 
 
 def _config(model: QuantizedModel, dtype: torch.dtype) -> dict[str, Any]:
     """`config.json`: the model's own, its dtype as stored, and the quantization."""
-    version = metadata.version("compressed-tensors")
-    quantization = quant_config.encode(model.plan.resolve(model.arch.linears()), model.plan.kv, version)
+    quantization = quantization_config(model)
     config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "quantization_config")}
     config["dtype"] = str(dtype).removeprefix("torch.")
     return config if quantization is None else config | {"quantization_config": quantization}
@@ -188,10 +197,10 @@ def _read_linear(stored: _Reader, layer: str, scheme: LayerScheme) -> QLinear:
 
 
 def _requantized(weight: QTensor) -> QTensor:
-    """The same weight with every scale at least `SCALE_FLOOR` (other tools store smaller ones for all-zero rows)."""
-    if weight.scale.min() >= SCALE_FLOOR:
+    """The same weight with no scale below `SCALE_FLOOR` (other tools store smaller ones for all-zero rows)."""
+    if weight.scale.abs().min() >= SCALE_FLOOR:
         return weight
-    scale = _floored(weight.scale)
+    scale = torch.where(weight.scale.abs() < SCALE_FLOOR, SCALE_FLOOR, weight.scale)
     return quantize_matrix(weight.dequantize(), scale, weight.zero_point, weight.fmt, weight.granularity)
 
 

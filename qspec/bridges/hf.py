@@ -191,7 +191,8 @@ def build_tokenizer(spec: ByteBPE) -> HFTokenizer:
         options["model_max_length"] = spec.max_length
     if spec.chat_template is not None:
         options["chat_template"] = spec.chat_template
-    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False, **options))
+    backend: Any = PreTrainedTokenizerFast
+    return HFTokenizer(backend(tokenizer_object=inner, clean_up_tokenization_spaces=False, **options))
 
 
 def _splitter(name: str) -> tuple[Any, Any]:
@@ -278,7 +279,7 @@ def _architecture(typed: Any) -> str:
     return name
 
 
-def _eos_ids(value: object) -> tuple[int, ...]:
+def _eos_ids(value: Any) -> tuple[int, ...]:
     """`eos_token_id` of a config (absent, one id, or several) as sorted ids."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     return tuple(sorted(int(i) for i in ids))

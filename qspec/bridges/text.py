@@ -239,17 +239,19 @@ def _token_windows(
 def _window(
     texts: Sequence[str], row: int, join: str, length: int, tokenizer: Tokenizer
 ) -> tuple[list[int] | None, int]:
-    """`length` tokens of running text from `row` on, and the next unused row; None when the text ends before."""
-    text, budget = "", 6 * length
+    """`length` tokens of running text from `row` on, and the next row with none of them; None: the text ends before."""
+    text, budget, offsets = "", 6 * length, list[int]()
     while True:
-        while len(text) < budget and row < len(texts):
-            text = (text + join if text else "") + texts[row]
-            row += 1
+        while len(text) < budget and row + len(offsets) < len(texts):
+            text += join if offsets else ""
+            offsets.append(len(text))
+            text += texts[row + len(offsets) - 1]
         ids = tokenizer.encode(text[:budget])
         if len(ids) >= length:
-            return ids[:length], row
-        if row == len(texts) and len(text) <= budget:
-            return None, row
+            used = len(tokenizer.decode(ids[:length])) + 8  # a decoder may trim spaces or merge a cut character
+            return ids[:length], row + sum(offset < used for offset in offsets)
+        if row + len(offsets) == len(texts) and len(text) <= budget:
+            return None, len(texts)
         budget *= 2
 
 

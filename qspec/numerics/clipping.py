@@ -72,7 +72,7 @@ def _full_range(blocks_BS: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
 def _percentile(blocks_BS: Tensor, percent: float) -> Tensor:
     """Smallest |x| of a block that at least `percent` of its values do not exceed, `[B, 1]` (no interpolation)."""
     size = blocks_BS.shape[1]
-    rank = math.ceil(size * percent / 100 - 1e-9)  # 99.9 % of 1000 is 999, though not in binary
+    rank = math.ceil(size * percent / 100 - 1e-9)  # 51.52 % of 625 is 322, though not in binary
     magnitudes = blocks_BS.float().abs()
     return magnitudes.kthvalue(min(max(rank, 1), size), dim=1, keepdim=True).values
 

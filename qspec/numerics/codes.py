@@ -1,6 +1,5 @@
 """Scales and codes of blocks `[blocks, size]`: `x ≈ scale * (code - zero_point)`. Knows no matrix shape."""
 
-import torch
 from torch import Tensor
 
 from qspec.numerics.formats import SCALE_FLOOR, NumFormat
@@ -20,9 +19,9 @@ def affine_scale(lo: Tensor, hi: Tensor, fmt: NumFormat) -> tuple[Tensor, Tensor
 
 
 def range_scale(lo: Tensor, hi: Tensor, fmt: NumFormat, symmetric: bool) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point (None when symmetric) of the range `[lo, hi]`; a float format has no zero point."""
+    """Scale and zero point (None when symmetric, where `lo = -hi`) of ranges; a float format has no zero point."""
     if symmetric:
-        return symmetric_scale(torch.maximum(lo.abs(), hi.abs()), fmt), None
+        return symmetric_scale(hi, fmt), None
     if fmt.is_float:
         raise ValueError(f"{fmt.name} is symmetric only: a float format has no zero point")
     return affine_scale(lo, hi, fmt)

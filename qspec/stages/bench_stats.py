@@ -70,14 +70,15 @@ def summarize(
         for name, fact in facts.items():
             arms.append(_arm_speed(name, fact, by_arm[name], requests, bandwidth.value))
             partners = dict.fromkeys(other for other in (fact.plain, baseline) if other not in (None, name))
-            compared = [ratio for other in partners if other and (ratio := _ratio(name, other, by_arm))]
-            ratios += compared
+            own = [ratio for other in partners if other and (ratio := _ratio(name, other, by_arm))]
+            ratios += own
             if fact.speculative:
                 acceptance += _acceptance(name, by_arm[name], requests)
-                measured = next((r.speedup.value for r in compared if r.baseline == fact.plain), None)
+                measured = next((r.speedup.value for r in own if r.baseline == fact.plain), None)
                 if fact.plain is not None and measured is not None:
                     predictions += _prediction(name, fact.plain, by_arm, measured)
-    greedy = {name: sum(r.arm == name and r.temperature == 0 for r in runs) for name in facts}
+    compared = [name for name, fact in facts.items() if fact.speculative and fact.plain is not None]
+    greedy = {name: sum(r.arm == name and r.temperature == 0 for r in runs) for name in compared}
     return Speed(
         arms=tuple(arms),
         ratios=tuple(ratios),
@@ -229,8 +230,8 @@ def _prediction(name: str, plain: str, by_arm: Mapping[str, Sequence[Run]], meas
 
 
 def _equality(name: str, fact: ArmFacts, n: int, mismatches: Sequence[Mismatch]) -> Equality:
-    plain = fact.plain or name
-    return Equality(arm=name, baseline=plain, n=n, equal=n - len(mismatches), mismatches=tuple(mismatches))
+    assert fact.plain is not None
+    return Equality(arm=name, baseline=fact.plain, n=n, equal=n - len(mismatches), mismatches=tuple(mismatches))
 
 
 def _steps(runs: Iterable[Run]) -> list[StepRecord]:

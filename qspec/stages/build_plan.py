@@ -1,5 +1,7 @@
 """From the recipe's scheme names to a plan, and the rules a plan must keep for one architecture."""
 
+from collections.abc import Mapping
+
 from qspec.errors import RecipeError
 from qspec.numerics.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from qspec.numerics.clipping import Clip
@@ -47,16 +49,21 @@ def layer_scheme(name: str, group_size: int = BLOCK, clip: Clip | None = None) -
     return LayerScheme(name, weight, activation)
 
 
-def validate_plan(plan: QuantPlan, arch: ArchMap, device: str = "cpu") -> dict[str, LayerScheme | None]:
-    """Schemes by layer, after every rule that can be checked without weights. Raises `RecipeError`.
-
-    Fused groups have one scheme; groups and tiles divide the layer; the device can run what is asked.
-    """
+def resolve_plan(plan: QuantPlan, arch: ArchMap) -> dict[str, LayerScheme | None]:
+    """Schemes by layer: fused groups have one, a tied head none, groups and tiles divide. Raises `RecipeError`."""
     schemes = plan.resolve(arch.linears())
+    if arch.tied and schemes["lm_head"] is not None:
+        raise RecipeError("lm_head", "is tied to the embedding and cannot be quantized alone", "add lm_head to ignore")
     _one_scheme_per_fused_group(schemes, arch)
     for layer, scheme in schemes.items():
         if scheme is not None:
             _divides(layer, scheme, arch.linear_shape(layer))
+    return schemes
+
+
+def validate_plan(plan: QuantPlan, arch: ArchMap, device: str = "cpu") -> dict[str, LayerScheme | None]:
+    """`resolve_plan`, and the device can run what is asked: every rule that can be checked without weights."""
+    schemes = resolve_plan(plan, arch)
     refuse_on(device, schemes, plan.kv)
     return schemes
 
@@ -70,7 +77,7 @@ def scheme_label(scheme: LayerScheme | None) -> str:
     return scheme.name + group + clip
 
 
-def needs_statistics(schemes: dict[str, LayerScheme | None], plan: QuantPlan, spec: QuantSpec) -> list[str]:
+def needs_statistics(schemes: Mapping[str, LayerScheme | None], plan: QuantPlan, spec: QuantSpec) -> list[str]:
     """Why this half must see calibration text; empty when round-to-nearest of the weights is all there is."""
     static = any(s and s.activation and not s.activation.dynamic for s in schemes.values())
     kv = plan.kv is not None and plan.kv.granularity != "token_head" and plan.kv.scales == "calibrated"

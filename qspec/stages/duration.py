@@ -47,8 +47,7 @@ def steps(recipe: Recipe, sheet: DeviceSheet, halves: list[HalfCost]) -> list[St
         tokens = recipe.evaluation.fidelity.windows * recipe.evaluation.fidelity.length
         ops = halves[0].cost.ops + sum(half.cost.ops for half in halves)
         found.append(Step("fidelity", f"{tokens:,} held-out tokens", tokens * ops / rate))
-    for task in recipe.evaluation.tasks:
-        found.append(_task_step(task, halves[0].cost, rate, bandwidth))
+    found += [_task_step(task, halves[0].cost, rate, bandwidth) for task in recipe.evaluation.tasks]
     return [*found, _bench_step(recipe, halves[0].cost, rate, bandwidth)]
 
 

@@ -19,12 +19,16 @@ BATCHES = tuple(sorted({round(2 ** (i / 4)) for i in range(49)}))
 
 @dataclass(frozen=True)
 class Duo:
-    """Costs and rates of both halves. draft None: drafting is free; rates None: the device has no data sheet."""
+    """Costs and rates of both halves, and the largest batch that memory holds at `CONTEXT` tokens each.
+
+    draft None: drafting is free; rates None: the device has no data sheet.
+    """
 
     target: PassCost
     draft: PassCost | None
     target_rates: Rates | None
     draft_rates: Rates | None
+    max_batch: int = 4096
 
     def cost_ratio(self, batch: int = 1) -> float:
         """c: a draft step over a target step. Without rates: bytes moved over bytes moved."""
@@ -49,7 +53,7 @@ class Duo:
 class Gain:
     """Prediction at one assumed acceptance, batch 1. `gamma`: the recipe's; `best_gamma` 0: do not speculate.
 
-    stops_paying_at_batch: from this batch size on plain decoding is faster; None: unknown, or beyond all tried.
+    stops_paying_at_batch: from this batch size on plain decoding is faster; None: unknown, or not up to `max_batch`.
     """
 
     alpha: float
@@ -89,7 +93,11 @@ def gain(duo: Duo, gamma: int, max_gamma: int, alpha: float) -> Gain:
 def _stops_paying(duo: Duo, max_gamma: int, alpha: float) -> int | None:
     if duo.target_rates is None:
         return None
-    best = [(b, optimal_gamma(alpha, duo.cost_ratio(b), max_gamma, duo.verify_cost(b))) for b in BATCHES]
+    best = [
+        (b, optimal_gamma(alpha, duo.cost_ratio(b), max_gamma, duo.verify_cost(b)))
+        for b in BATCHES
+        if b <= duo.max_batch
+    ]
     return break_even([(batch, gamma > 0) for batch, gamma in best])
 
 

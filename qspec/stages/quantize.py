@@ -115,7 +115,7 @@ def _quantize_weights(weights: Sequence[Tensor], scheme: TensorScheme) -> list[Q
     if len(weights) == 1 or not isinstance(scheme.granularity, PerTensor):
         return [quantize_weight(w, scheme.fmt, scheme.granularity, scheme.symmetric, scheme.clip) for w in weights]
     whole = quantize_weight(torch.cat(list(weights)), scheme.fmt, scheme.granularity, scheme.symmetric, scheme.clip)
-    rows = whole.codes.split([w.shape[0] for w in weights])
+    rows = torch.split_with_sizes(whole.codes, [w.shape[0] for w in weights])
     return [replace(whole, codes=codes.clone(), scale=whole.scale.clone()) for codes in rows]
 
 

@@ -96,7 +96,9 @@ def same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("name", ["fp8_static", "fp8_dynamic", "fp8_block", "w8a8", "w4a16_g64", "w4a16_g32_head", "mixed"])
+@pytest.mark.parametrize(
+    "name", ["fp8_static", "fp8_dynamic", "fp8_block", "w8a8", "w4a16_g64", "w4a16_g32_head", "mixed"]
+)
 def test_transformers_computes_the_same(source: Path, tmp_path: Path, name: str) -> None:
     """Would catch a wrong scale shape, packing order, target pattern or status: all load, and compute something else."""
     model = quantized(source, SPECS[name])

@@ -65,10 +65,10 @@ def test_mse_is_the_best_of_its_grid(symmetric: bool) -> None:
 
 
 def test_equal_errors_keep_the_widest_range() -> None:
-    """Catches needless saturation: zeros and exactly representable blocks have nothing to gain."""
-    blocks_BS = torch.stack([torch.zeros(8), torch.arange(8.0)])
+    """Catches needless saturation: exact blocks, and those at the floor of the scale, have nothing to gain."""
+    blocks_BS = torch.stack([torch.zeros(8), torch.arange(8.0), torch.arange(8) * 2.0**-20])
     _, hi = clipped_range(blocks_BS, INT4, MSE, True)
-    assert hi.flatten().tolist() == [0, 7]
+    assert hi.flatten().tolist() == [0, 7, 7 * 2.0**-20]
 
 
 @pytest.mark.parametrize("shape", [(40, 6), (2, 200)])
@@ -91,9 +91,9 @@ def test_percentile_is_the_inverted_cdf(row: list[float], percent: float) -> Non
 
 
 def test_percentile_rank_is_exact() -> None:
-    """Catches binary rounding of 99.9 % of 1000, which is the 999th value and not the largest."""
-    _, hi = clipped_range(torch.arange(1.0, 1001)[None], INT8, Clip("percentile", 99.9), True)
-    assert hi.item() == 999
+    """Catches binary rounding of 51.52 % of 625, which is 322 and not the next one."""
+    _, hi = clipped_range(torch.arange(1.0, 626)[None], INT8, Clip("percentile", 51.52), True)
+    assert hi.item() == 322
 
 
 def test_percentile_of_a_large_tensor() -> None:

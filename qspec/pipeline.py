@@ -1,0 +1,253 @@
+"""The main job: recipe in, proven pair and report out. It reads top to bottom; every value is made once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+import shutil
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import torch
+
+from qspec.bridges import compressed, oneshot
+from qspec.bridges.text import calibration_rows
+from qspec.errors import OutputError
+from qspec.nn.decoder import Decoder
+from qspec.progress import Progress, setup_log
+from qspec.provenance import atomic_write, environment, require_space, staged_dir
+from qspec.records import LayerStats, LoadedModel, QuantizedModel
+from qspec.schema.recipe import (
+    CalibrationSpec,
+    FusionSpec,
+    ModelDraft,
+    ModelSpec,
+    NgramDraft,
+    QuantSpec,
+    Recipe,
+    SelfDraft,
+)
+from qspec.schema.results import Accuracy, Record, Results, Speed
+from qspec.spec.drafters.model import ModelDrafter
+from qspec.spec.drafters.ngram import NgramDrafter
+from qspec.stages.bench import Arm, bench
+from qspec.stages.build_plan import build_plan, needs_statistics, validate_plan
+from qspec.stages.calibrate import calibrate
+from qspec.stages.check import check, check_tokenizers
+from qspec.stages.evaluate import evaluate
+from qspec.stages.fuse import fuse
+from qspec.stages.load import load, resolve_arch
+from qspec.stages.open_pair import LoadedPair, compute_dtype, open_pair
+from qspec.stages.package import package, seal
+from qspec.stages.preview import PlannedPair, admit
+from qspec.stages.quantize import quantize
+from qspec.stages.report import report
+from qspec.stages.transform import transform, truncate_layers
+
+R = TypeVar("R", bound=Record)
+
+__all__ = ["check", "open_pair", "run"]
+
+
+@dataclass(frozen=True)
+class Originals:
+    """The models as they came; `draft` is None for a draft without weights."""
+
+    target: LoadedModel
+    draft: LoadedModel | None
+
+
+def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progress | None = None) -> Path:
+    """Make, prove and measure the pair of `recipe` in `out`; returns `out/pair`, with the report in `out/report`.
+
+    Raises `QspecError` for whatever cannot be done, before compute where that can be known. `resume` continues a run
+    of the same recipe after its last finished stage; without it a folder that holds a run is refused.
+    """
+    out, progress = Path(out), progress or Progress()
+    planned = admit(recipe)
+    if _open_folder(recipe, planned, out, resume):
+        progress.say(f"{out} is complete already")
+        return out / "pair"
+    originals = load_originals(recipe, progress)
+    pair = out / "pair"
+    if not pair.exists():
+        target, draft = quantize_halves(recipe, originals, out / "work", progress)
+        progress.stage("package and verify")
+        package(target, draft, recipe, out)
+    loaded = open_pair(pair)
+    accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: _evaluate(recipe, originals, loaded, out, progress))
+    speed = _kept(out / "work/speed.json", Speed, lambda: _bench(recipe, planned, originals, loaded, progress))
+    results = _results(recipe, loaded, accuracy, speed)
+    progress.stage("report")
+    report(results, out / "report")
+    seal(pair, results, out / "report")
+    check(pair)
+    shutil.rmtree(out / "work")
+    progress.close()
+    return pair
+
+
+def load_originals(recipe: Recipe, progress: Progress) -> Originals:
+    """Both models; a draft with another tokenizer is refused here, before compute."""
+    progress.stage("load")
+    target = load(recipe.target)
+    if isinstance(recipe.draft, SelfDraft):
+        layers = recipe.draft.layers or target.arch.n_layers
+        return Originals(target, truncate_layers(target, layers))
+    if not isinstance(recipe.draft, ModelDraft):
+        return Originals(target, None)
+    draft = load(recipe.draft)
+    check_tokenizers(target.tokenizer, draft.tokenizer)
+    return Originals(target, draft)
+
+
+def quantize_halves(
+    recipe: Recipe, originals: Originals, work: Path, progress: Progress
+) -> tuple[QuantizedModel, QuantizedModel | None]:
+    """Both halves under their plans; each is kept in `work` when it is done, so that a resumed run reads it back."""
+    rows = calibration_rows(recipe.calibration, originals.target.tokenizer, recipe.seed)
+    target = _half(recipe, recipe.target.quantization, originals.target, rows, work / "target", progress)
+    if originals.draft is None:
+        return target, None
+    assert isinstance(recipe.draft, ModelDraft | SelfDraft)
+    return target, _half(recipe, recipe.draft.quantization, originals.draft, rows, work / "draft", progress)
+
+
+def quantize_model(
+    model: LoadedModel, spec: QuantSpec, fusion: FusionSpec, rows: list[list[int]], work: Path, progress: Progress
+) -> QuantizedModel:
+    """One model under one plan: calibrate, transform, quantize, fuse."""
+    plan = build_plan(spec)
+    if spec.engine == "llmcompressor":
+        return fuse(oneshot.quantize(model, spec, plan, rows, work))
+    stats: LayerStats | None = None
+    if needs_statistics(plan.resolve(model.arch.linears()), plan, spec):
+        stats = calibrate(model, progress.track(rows, "calibrate", len(rows), "texts"))
+    model, stats, notes = transform(model, stats, spec, fusion, plan)
+    quantized = quantize(model, stats, plan, fusion.share_scales, progress)
+    return fuse(replace(quantized, notes=(*notes, *quantized.notes)))
+
+
+def _half(
+    recipe: Recipe, spec: QuantSpec, model: LoadedModel, rows: list[list[int]], folder: Path, progress: Progress
+) -> QuantizedModel:
+    if folder.exists():
+        return compressed.read(folder)
+    progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
+    quantized = quantize_model(model, spec, recipe.fusion, rows, folder.parent, progress)
+    with staged_dir(folder) as part:
+        compressed.write(quantized, part, export_dtype(recipe))
+    return quantized
+
+
+def quantize_checkpoint(
+    model: ModelSpec,
+    out: str | Path,
+    calibration: CalibrationSpec | None = None,
+    fusion: FusionSpec | None = None,
+    progress: Progress | None = None,
+) -> QuantizedModel:
+    """Quantize one model alone and write it to `out` as a compressed-tensors checkpoint."""
+    out, progress = Path(out), progress or Progress()
+    validate_plan(build_plan(model.quantization), resolve_arch(model))
+    if out.exists():
+        raise OutputError(str(out), "exists already", "choose another folder")
+    loaded = load(model)
+    rows = calibration_rows(calibration or CalibrationSpec(), loaded.tokenizer, seed=0)
+    with TemporaryDirectory(dir=out.absolute().parent) as work:
+        quantized = quantize_model(loaded, model.quantization, fusion or FusionSpec(), rows, Path(work), progress)
+    with staged_dir(out) as part:
+        compressed.write(quantized, part, torch.bfloat16)
+    return quantized
+
+
+def export_dtype(recipe: Recipe) -> torch.dtype:
+    """Dtype of what stays unquantized on disk: the recipe's, or float32 on CPU and bfloat16 elsewhere."""
+    if recipe.dtype == "auto" and recipe.device != "cpu":
+        return torch.bfloat16
+    return compute_dtype(recipe.dtype)
+
+
+def _evaluate(recipe: Recipe, originals: Originals, pair: LoadedPair, out: Path, progress: Progress) -> Accuracy:
+    progress.stage("evaluate")
+    folders: dict[str, Path | None] = {"original": None, "quantized": pair.folder / "target"}
+    if any("hf" in task.backends for task in recipe.evaluation.tasks):
+        folders["original"] = out / "work" / "original"
+        with staged_dir(out / "work" / "original") as part:
+            compressed.write_float(originals.target, part, compute_dtype(recipe.dtype))
+    target = originals.target
+    float_target = Decoder.from_float(target, compute_dtype(recipe.dtype), pair.target.max_length)
+    return evaluate(float_target, pair.target, target.tokenizer, recipe, folders, progress, eos_ids=target.arch.eos_ids)
+
+
+def _bench(recipe: Recipe, planned: PlannedPair, originals: Originals, pair: LoadedPair, progress: Progress) -> Speed:
+    """{original, quantized} x {plain, speculative}, and prompt lookup, which every draft with weights must beat."""
+    progress.stage("benchmark")
+    dtype, arch = compute_dtype(recipe.dtype), originals.target.arch
+    float_target = Decoder.from_float(originals.target, dtype, pair.target.max_length)
+    drafter, draft_bytes = pair.drafter, planned.drafting.cost.weight_bytes if planned.drafting else 0
+    float_drafter, float_draft_bytes = drafter, draft_bytes
+    if isinstance(recipe.draft, ModelDraft) and originals.draft is not None and planned.draft is not None:
+        float_drafter = ModelDrafter(Decoder.from_float(originals.draft, dtype, pair.target.max_length))
+        float_draft_bytes = planned.draft.plain.cost.weight_bytes
+    plain, bytes_ = planned.target.plain, planned.target.bytes
+    original = Arm(float_target, None, None, int(plain.cost.weight_bytes), 0, plain.kv_bytes_per_token)
+    quantized = Arm(pair.target, None, None, int(bytes_.cost.weight_bytes), 0, bytes_.kv_bytes_per_token)
+    arms = {
+        "original": original,
+        "original + draft": replace(
+            original, drafter=float_drafter, policy=pair.policy, draft_bytes=int(float_draft_bytes)
+        ),
+        "quantized": quantized,
+        "quantized + draft": replace(quantized, drafter=drafter, policy=pair.policy, draft_bytes=int(draft_bytes)),
+    }
+    if not isinstance(recipe.draft, NgramDraft):
+        arms["quantized + prompt lookup"] = replace(quantized, drafter=NgramDrafter(), policy=pair.policy)
+    return bench(arms, originals.target.tokenizer, recipe, progress, eos_ids=arch.eos_ids)
+
+
+def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed) -> Results:
+    notes = {"target": pair.model.notes}
+    if pair.draft_model is not None:
+        notes["draft"] = pair.draft_model.notes
+    digests = {
+        f"pair/{entry.path}": entry.sha256 for entry in pair.manifest.files if entry.path.endswith("safetensors")
+    }
+    return Results(
+        name=recipe.name,
+        recipe=recipe.as_dict(),
+        environment=environment(),
+        digests=digests,
+        accuracy=accuracy,
+        speed=speed,
+        notes=notes,
+    )
+
+
+def _open_folder(recipe: Recipe, planned: PlannedPair, out: Path, resume: bool) -> bool:
+    """Claim `out` for this recipe; True if a finished run of it is there already."""
+    saved = out / "recipe.yaml"
+    if saved.exists():
+        if not resume:
+            raise OutputError(str(out), "holds a run already", "continue it with --resume, or choose another --out")
+        if Recipe.read(saved) != recipe:
+            raise OutputError(str(out), "holds a run of another recipe", "choose another --out, or remove the folder")
+        if (out / "pair" / "report").exists():
+            check(out / "pair")
+            return True
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutputError(str(out), "is not an empty folder", "choose another --out")
+    halves = [half for half in (planned.target.bytes, planned.drafting) if half is not None]
+    # both halves lie in work/ and in pair/ until the run ends; the original once more for backend hf
+    require_space(out, 2 * sum(half.resident for half in halves) + planned.target.plain.resident)
+    atomic_write(saved, recipe.dump())
+    setup_log(out / "run.log")
+    return False
+
+
+def _kept(path: Path, kind: type[R], make: Callable[[], R]) -> R:
+    """The record in `path`, or a new one, written there for a resumed run."""
+    if path.exists():
+        return kind.model_validate_json(path.read_bytes())
+    record = make()
+    atomic_write(path, record.model_dump_json())
+    return record

@@ -1,0 +1,151 @@
+"""Is a pair what its manifest says, and do its halves belong together? Nothing is run, nothing is changed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from qspec.bridges.compressed import lint_scale, read
+from qspec.errors import IntegrityError, PairError, QspecError
+from qspec.provenance import sha256_file
+from qspec.records import ArchMap, QuantizedModel, Tokenizer
+from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
+
+_FETCH = "package the pair again, or fetch an intact copy"
+
+
+def check(pair: Path) -> list[str]:
+    """What was found in order, a sentence each. Raises `IntegrityError` naming the first file that is not.
+
+    Looks at the manifest's own digest, at every file (path, size, sha256; none missing, none extra, no links), at
+    every scale and float tensor, and at tokenizer and vocabulary of both halves.
+    """
+    manifest = read_manifest(pair)
+    _check_files(pair, {entry.path: entry for entry in manifest.files})
+    size = sum(entry.bytes for entry in manifest.files)
+    findings = [f"{len(manifest.files)} files, {size / 1e6:.1f} MB: sizes and sha256 match {NAME}"]
+    target = _check_half(pair, "target", manifest.target, findings)
+    draft = _check_half(pair, "draft", manifest.draft, findings)
+    if target is None:
+        raise IntegrityError(f"{NAME}: target", "has no folder", _FETCH)
+    _check_vocabulary(manifest, target, draft, findings)
+    return findings
+
+
+def read_manifest(pair: Path) -> Manifest:
+    """`pair.json`, intact; raises `IntegrityError`."""
+    path = pair / NAME
+    if path.is_symlink() or not path.is_file():
+        raise IntegrityError(str(path), "is missing", "give the folder that holds pair.json")
+    return Manifest.parse(path.read_bytes())
+
+
+def check_tokenizers(target: Tokenizer, draft: Tokenizer) -> None:
+    """Every token has one id in both; raises `PairError` naming the first that does not. Costs no model."""
+    ours, theirs = target.vocabulary(), draft.vocabulary()
+    if ours == theirs:
+        return
+    differing = sorted(
+        (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
+        key=lambda token: min(ids[token] for ids in (ours, theirs) if token in ids),
+    )
+    first = differing[0]
+    raise PairError(
+        f"{len(differing)} tokens, first {first!r}",
+        f"id {ours.get(first)} in the target and {theirs.get(first)} in the draft, but both must share one tokenizer",
+        "use a draft of the same model family, or draft kind: ngram",
+    )
+
+
+def check_heads(target: ArchMap, draft: ArchMap) -> None:
+    """Both heads have the same rows, padding included; raises `PairError`."""
+    if target.vocab_size != draft.vocab_size:
+        raise PairError(
+            f"draft vocabulary {draft.vocab_size}",
+            f"the target's head has {target.vocab_size} rows, and runtimes need equal heads",
+            "use a draft with the same padding, or draft kind: ngram",
+        )
+
+
+def _check_files(pair: Path, listed: Mapping[str, FileEntry]) -> None:
+    found = {path.relative_to(pair).as_posix(): path for path in sorted(pair.rglob("*")) if _is_content(path)}
+    for name in sorted(found.keys() - listed.keys() - {NAME}):
+        raise IntegrityError(name, f"is not listed in {NAME}", "remove it from the pair")
+    for name, entry in listed.items():
+        if name not in found:
+            raise IntegrityError(name, "is missing", _FETCH)
+        size = found[name].stat().st_size
+        if size != entry.bytes:
+            raise IntegrityError(name, f"has {size} bytes instead of {entry.bytes}", _FETCH)
+        if sha256_file(found[name]) != entry.sha256:
+            raise IntegrityError(name, "was changed: its sha256 differs", _FETCH)
+
+
+def _is_content(path: Path) -> bool:
+    """Whether an entry is a file; links are refused, because they lead out of the pair."""
+    if path.is_symlink():
+        raise IntegrityError(path.name, "is a link, a pair holds plain files", "copy the file into the pair")
+    return not path.is_dir()
+
+
+def _check_half(pair: Path, name: str, half: Half, findings: list[str]) -> QuantizedModel | None:
+    """Read one half and look at every number in it; None for a draft without weights."""
+    if half.folder is None:
+        return None
+    try:
+        model = read(pair / half.folder)
+        lint(model)
+    except IntegrityError:
+        raise
+    except QspecError as error:
+        raise IntegrityError(f"{half.folder}/: {error.value}", error.rule, error.fix) from error
+    counts: dict[str, int] = {}
+    for scheme in model.plan.resolve(model.arch.linears()).values():
+        counts[scheme.name if scheme else "none"] = counts.get(scheme.name if scheme else "none", 0) + 1
+    if counts != half.schemes:
+        raise IntegrityError(f"{half.folder}/config.json", f"has layers {counts}, {NAME} says {half.schemes}", _FETCH)
+    findings.append(f"{name}: {', '.join(f'{n} x {scheme}' for scheme, n in counts.items())}; every number is usable")
+    return model
+
+
+def lint(model: QuantizedModel) -> None:
+    """Scales finite and large enough, calibrated KV scales not left at 1, floats finite. Raises a `QspecError`."""
+    for layer, linear in model.linears.items():
+        lint_scale(f"{layer}.weight_scale", linear.weight.scale)
+        if linear.input_scale is not None:
+            lint_scale(f"{layer}.input_scale", linear.input_scale)
+        if linear.weight.fmt.is_float and not bool(torch.isfinite(linear.weight.codes.float()).all()):
+            raise IntegrityError(f"{layer}.weight", "holds NaN", _FETCH)
+    for name, tensor in model.tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise IntegrityError(name, "holds NaN or infinity", "use an intact checkpoint of the model")
+    for kind, scales in (("k_scale", model.k_scale), ("v_scale", model.v_scale)):
+        for layer, scale in scales.items():
+            lint_scale(f"{layer}.{kind}", scale)
+    kv = [*model.k_scale.values(), *model.v_scale.values()]
+    calibrated = model.plan.kv is not None and model.plan.kv.scales == "calibrated"
+    if kv and calibrated and all(bool((scale == 1).all()) for scale in kv):
+        raise IntegrityError(
+            "k_scale, v_scale", "are all 1.0, so they were never calibrated", "calibrate, or scales: cast"
+        )
+
+
+def _check_vocabulary(
+    manifest: Manifest, target: QuantizedModel, draft: QuantizedModel | None, findings: list[str]
+) -> None:
+    said = manifest.tokenizer
+    if target.tokenizer.fingerprint() != said.fingerprint:
+        raise IntegrityError("target/tokenizer.json", f"is not the tokenizer that {NAME} describes", _FETCH)
+    if target.arch.vocab_size != said.target_vocab or real_vocab(target.tokenizer) != said.real_vocab:
+        raise IntegrityError("target/config.json", f"has another vocabulary than {NAME} says", _FETCH)
+    if draft is not None:
+        check_tokenizers(target.tokenizer, draft.tokenizer)
+        check_heads(target.arch, draft.arch)
+    findings.append(
+        f"tokenizer: {said.real_vocab} tokens in heads of {said.target_vocab} rows, the same for both halves"
+    )
+
+
+def real_vocab(tokenizer: Tokenizer) -> int:
+    """Rows of the head that a token can use; the rest is padding."""
+    return max(tokenizer.vocabulary().values()) + 1

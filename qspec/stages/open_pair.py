@@ -1,0 +1,173 @@
+"""Open a packaged pair: the engine runs exactly the files that were packaged."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from qspec.bridges import compressed
+from qspec.errors import IntegrityError, SourceError
+from qspec.nn.decoder import Decoder
+from qspec.ops.select import Kernels
+from qspec.records import QuantizedModel, Tokenizer
+from qspec.schema.manifest import NAME, Manifest
+from qspec.schema.problems import validate
+from qspec.schema.recipe import Dtype, NgramDraft, Recipe
+from qspec.spec import draft_length, engine
+from qspec.spec.drafters.model import ModelDrafter
+from qspec.spec.drafters.ngram import NgramDrafter
+from qspec.spec.stats import SpecStats
+from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
+
+_TIMED_STEPS = 5
+_UNFINISHED = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Answer to one prompt. `stats` is None when nothing was decoded speculatively."""
+
+    text: str
+    generation: Generation
+    stats: SpecStats | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed after the first token."""
+        return (len(self.generation.tokens) - 1) / self.generation.seconds if self.generation.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """A target, its drafter and the draft-length policy, ready to run on this machine."""
+
+    folder: Path
+    manifest: Manifest
+    recipe: Recipe
+    model: QuantizedModel
+    draft_model: QuantizedModel | None
+    target: Decoder
+    drafter: Drafter
+    policy: DraftLength
+
+    def generate(
+        self,
+        prompt: str,
+        max_new_tokens: int = 256,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        speculative: bool = True,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Completion:
+        """Answer `prompt` (through the chat template, if there is one); the law is the target's, drafts or not.
+
+        Sampling defaults are the recipe's. `on_text` receives text as soon as it is certain.
+        """
+        law = self.recipe.speculation
+        sampling = Sampling(
+            law.temperature if temperature is None else temperature,
+            law.top_k if top_k is None else top_k,
+            law.top_p if top_p is None else top_p,
+        )
+        stream = _TextStream(self.model.tokenizer.decode, on_text)
+        generation = engine.generate(
+            self.target,
+            self.drafter if speculative else None,
+            self.policy,
+            prompt_tokens(self.model.tokenizer, prompt),
+            max_new_tokens,
+            sampling,
+            self.model.arch.eos_ids,
+            torch.Generator().manual_seed(seed),
+            stream.add,
+        )
+        stats = None
+        if any(step.drafted for step in generation.steps):
+            stats = SpecStats.from_steps(generation.steps, self._plain_step_seconds())
+        return Completion(stream.finish(), generation, stats)
+
+    def _plain_step_seconds(self) -> float:
+        """Median time of one plain decoding step at the present context length."""
+        seconds = []
+        for _ in range(_TIMED_STEPS):
+            self.target.truncate(self.target.length - 1)
+            begin = perf_counter()
+            self.target.forward(torch.tensor([0]))
+            seconds.append(perf_counter() - begin)
+        return median(seconds)
+
+
+def open_pair(folder: str | Path, kernels: Kernels = "auto") -> LoadedPair:
+    """Load a pair from its folder. Raises `IntegrityError` if there is none; `stages.check` verifies every byte."""
+    folder = Path(folder)
+    try:
+        manifest = Manifest.parse((folder / NAME).read_bytes())
+    except OSError as error:
+        raise IntegrityError(str(folder), f"holds no readable {NAME}", "give the folder of a pair") from error
+    recipe = validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
+    target = compressed.read(folder / "target")
+    draft = None if isinstance(recipe.draft, NgramDraft) else compressed.read(folder / "draft")
+    length = recipe.speculation.max_length or target.arch.max_positions
+    options: dict[str, Any] = {"dtype": compute_dtype(recipe.dtype), "kernels": kernels}
+    lengths = recipe.speculation.draft_length
+    return LoadedPair(
+        folder,
+        manifest,
+        recipe,
+        target,
+        draft,
+        Decoder.from_quantized(target, max_length=length, **options),
+        _drafter(recipe, draft, length, options),
+        draft_length.build(lengths.policy, lengths.k, lengths.max_k),
+    )
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """A request as it is served: through the chat template, or as plain text where the model has none."""
+    try:
+        return tokenizer.chat([{"role": "user", "content": prompt}])
+    except SourceError:
+        return tokenizer.encode(prompt)
+
+
+def compute_dtype(name: Dtype) -> torch.dtype:
+    """The dtype that activations have; `auto` is float32, the fastest exact choice of a CPU without bfloat16 units."""
+    return torch.float32 if name == "auto" else getattr(torch, name)
+
+
+def _drafter(recipe: Recipe, draft: QuantizedModel | None, length: int, options: dict[str, Any]) -> Drafter:
+    if isinstance(recipe.draft, NgramDraft):
+        return NgramDrafter(recipe.draft.min_ngram, recipe.draft.max_ngram)
+    assert draft is not None
+    positions = min(length, draft.arch.max_positions)
+    return ModelDrafter(Decoder.from_quantized(draft, max_length=positions, **options))
+
+
+class _TextStream:
+    """Turns tokens into text, holding back characters whose bytes are not all there."""
+
+    def __init__(self, decode: Callable[[list[int]], str], on_text: Callable[[str], None] | None) -> None:
+        self._decode, self._on_text = decode, on_text
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def add(self, tokens: list[int]) -> None:
+        self._tokens += tokens
+        if self._on_text is not None and not (text := self._decode(self._tokens)).endswith(_UNFINISHED):
+            self._emit(text)
+
+    def finish(self) -> str:
+        text = self._decode(self._tokens)
+        self._emit(text)
+        return text
+
+    def _emit(self, text: str) -> None:
+        if self._on_text is not None and len(text) > self._shown:
+            self._on_text(text[self._shown :])
+            self._shown = len(text)

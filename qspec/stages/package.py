@@ -1,0 +1,178 @@
+"""Write the pair: target and draft in one folder under one manifest, verified before it gets its name."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+import shutil
+from typing import Any
+
+import torch
+
+from qspec.bridges import compressed
+from qspec.errors import IntegrityError, OutputError
+from qspec.provenance import atomic_write, environment, require_space, sha256_file, staged_dir
+from qspec.records import QLinear, QuantizedModel
+from qspec.schema.devices import read_device
+from qspec.schema.manifest import NAME, FileEntry, Half, Manifest, TokenizerInfo, Validity
+from qspec.schema.recipe import Recipe
+from qspec.stages.check import check, check_heads, check_tokenizers, read_manifest, real_vocab
+from qspec.stages.exports import exports, vllm_command, vllm_speculative_config
+
+TARGET, DRAFT, REPORT = "target", "draft", "report"
+_GUESSED = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM takes a draft below such a path for that method
+
+
+def package(target: QuantizedModel, draft: QuantizedModel | None, recipe: Recipe, out: Path) -> Path:
+    """Write `out/pair` and return it; it appears whole and verified, or not at all.
+
+    `draft` None is a draft without weights (n-gram). Raises `PairError` for halves that do not fit together, before
+    anything is written, and `OutputError` for a folder that cannot take them.
+    """
+    pair = out / "pair"
+    halves = {TARGET: target} if draft is None else {TARGET: target, DRAFT: draft}
+    if draft is not None:
+        check_tokenizers(target.tokenizer, draft.tokenizer)
+        check_heads(target.arch, draft.arch)
+        _refuse_guessed(pair)
+    require_space(out, sum(stored_bytes(model, stored_dtype(recipe, model)) for model in halves.values()))
+    with staged_dir(pair) as part:
+        for name, model in halves.items():
+            compressed.write(model, part / name, stored_dtype(recipe, model))
+        (part / NAME).write_bytes(_manifest(target, draft, recipe, part).dump())
+        check(part)
+        for name, model in halves.items():
+            _verify(model, compressed.read(part / name), name)
+    return pair
+
+
+def seal(pair: Path, results: Mapping[str, Any], report: Path) -> None:
+    """Add the report folder and the measurements of `results` (a `schema.results.Results` as plain data)."""
+    manifest = read_manifest(pair)
+    with staged_dir(pair / REPORT) as part:
+        shutil.copytree(report, part, dirs_exist_ok=True)
+    speed = results.get("speed") or {}
+    sealed = manifest.model_copy(
+        update={
+            "measurements": tuple(_measurements({k: v for k, v in results.items() if k != "recipe"})),
+            "lossless": {"equality": speed["equality"]} if speed.get("equality") else None,
+            "files": _files(pair),
+        }
+    )
+    atomic_write(pair / NAME, Manifest.model_validate(sealed.model_dump()).dump())
+    check(pair)
+
+
+def stored_dtype(recipe: Recipe, model: QuantizedModel) -> torch.dtype:
+    """Type of what is not quantized: the recipe's, or with `auto` the source model's own."""
+    name = recipe.dtype
+    if name == "auto":
+        name = model.config.get("dtype") or model.config.get("torch_dtype") or "float32"
+    dtype: torch.dtype = getattr(torch, str(name).removeprefix("torch."))
+    return dtype
+
+
+def stored_bytes(model: QuantizedModel, dtype: torch.dtype) -> int:
+    """Size of the weights on disk."""
+    plain = sum(tensor.numel() * dtype.itemsize for tensor in model.tensors.values())
+    return plain + sum(_linear_bytes(linear, dtype) for linear in model.linears.values())
+
+
+def _linear_bytes(linear: QLinear, dtype: torch.dtype) -> int:
+    weight = linear.weight
+    bias = 0 if linear.bias is None else linear.bias.numel() * dtype.itemsize
+    return weight.codes.numel() * weight.fmt.bits // 8 + weight.scale.numel() * 4 + bias
+
+
+def _refuse_guessed(pair: Path) -> None:
+    path = str(pair.absolute()).lower()
+    for word in _GUESSED:
+        if word in path:
+            raise OutputError(
+                str(pair), f"vLLM reads {word!r} in a path as a kind of draft", "choose another folder name"
+            )
+
+
+def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Recipe, pair: Path) -> Manifest:
+    served = exports(recipe, read_device(recipe.device))
+    missing = [f"{part.part}: {part.detail}" for part in served if part.runtime == "vllm" and not part.served]
+    return Manifest(
+        name=recipe.name,
+        target=_half("model", TARGET, target),
+        draft=_half(recipe.draft.kind, DRAFT, draft) if draft else Half(kind=_weightless(recipe)),
+        tokenizer=TokenizerInfo(
+            fingerprint=target.tokenizer.fingerprint(),
+            real_vocab=real_vocab(target.tokenizer),
+            target_vocab=target.arch.vocab_size,
+            draft_vocab=draft.arch.vocab_size if draft else None,
+        ),
+        served_by=served,
+        exportable=not missing,
+        reason="; ".join(missing),
+        speculation=_speculation(recipe),
+        vllm_speculative_config=vllm_speculative_config(recipe, DRAFT),
+        validity=Validity(
+            device=recipe.device,
+            dtype=str(stored_dtype(recipe, target)).removeprefix("torch."),
+            max_length=recipe.speculation.max_length or target.arch.max_positions,
+        ),
+        recipe=recipe.as_dict(),
+        environment=environment(),
+        files=_files(pair),
+    )
+
+
+def _half(kind: Any, folder: str, model: QuantizedModel) -> Half:
+    schemes = Counter(s.name if s else "none" for s in model.plan.resolve(model.arch.linears()).values())
+    quantization = compressed.quantization_config(model)
+    return Half(
+        kind=kind,
+        folder=folder,
+        source=dict(model.source),
+        quantization=quantization,
+        schemes=dict(schemes),
+        notes=model.notes,
+    )
+
+
+def _weightless(recipe: Recipe) -> Any:
+    assert recipe.draft.kind == "ngram", f"draft kind {recipe.draft.kind} needs a model"
+    return recipe.draft.kind
+
+
+def _speculation(recipe: Recipe) -> dict[str, Any]:
+    """Draft length and sampling as the recipe says, the n-gram's own settings, and the command that serves the pair."""
+    settings = recipe.speculation.model_dump(mode="json") | {"vllm_command": vllm_command(recipe)}
+    ngram = recipe.draft.kind == "ngram"
+    return settings | ({"ngram": recipe.draft.model_dump(mode="json", exclude={"kind"})} if ngram else {})
+
+
+def _files(pair: Path) -> tuple[FileEntry, ...]:
+    paths = {path.relative_to(pair).as_posix(): path for path in pair.rglob("*") if path.is_file()}
+    return tuple(
+        FileEntry(path=name, bytes=path.stat().st_size, sha256=sha256_file(path))
+        for name, path in sorted(paths.items())
+        if name != NAME
+    )
+
+
+def _verify(model: QuantizedModel, back: QuantizedModel, name: str) -> None:
+    """What a reader gets are the codes and scales that were made; raises `IntegrityError`."""
+    for layer, linear in model.linears.items():
+        other = back.linears[layer]
+        same = torch.equal(linear.weight.codes.view(torch.uint8), other.weight.codes.view(torch.uint8))
+        if not same or not torch.equal(linear.weight.scale, other.weight.scale):
+            raise IntegrityError(f"{name}: {layer}", "reads back different from what was written", "check the disk")
+    if back.plan.kv != model.plan.kv or back.tensors.keys() != model.tensors.keys():
+        raise IntegrityError(name, "reads back different from what was written", "check the disk")
+
+
+def _measurements(node: Any) -> Iterator[dict[str, Any]]:
+    """Every measurement anywhere in the results, in order."""
+    if isinstance(node, Mapping):
+        if {"metric", "value", "unit", "n"} <= node.keys():
+            yield dict(node)
+        for child in node.values():
+            yield from _measurements(child)
+    elif isinstance(node, list | tuple):
+        for child in node:
+            yield from _measurements(child)

@@ -1,0 +1,140 @@
+"""The text of `qspec plan`, from the data of `preview`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+View = Mapping[str, Any]
+
+
+def render(view: View) -> str:
+    """Lines for a terminal, 100 columns or so; every assumption is named where its number stands."""
+    sections = (_head(view), _halves(view), _memory(view), _speed(view), _time(view), _exports(view), _findings(view))
+    return "\n\n".join("\n".join(lines) for section in sections if (lines := list(section))) + "\n"
+
+
+def _head(view: View) -> Iterator[str]:
+    device = view["device"]
+    yield f"{view['name']}  {view['description']}".rstrip()
+    yield f"device  {device['title']}, compute dtype {device['compute_dtype']}"
+
+
+def _halves(view: View) -> Iterator[str]:
+    yield from _half("target", view["target"])
+    yield from _half("draft", view["draft"])
+
+
+def _half(name: str, half: View) -> Iterator[str]:
+    if "model" not in half:
+        yield f"{name:<7} {half['kind']}: no weights, drafting is free"
+        return
+    kind = f"{half['kind']}: " if "kind" in half else ""
+    layers = f", {half['decoder_layers']} decoder layers" if "decoder_layers" in half else ""
+    yield f"{name:<7} {kind}{half['model']} ({half['parameters'] / 1e6:,.1f} M parameters{layers})"
+    for group in half.get("linears", ()):
+        plural = "layer  " if group["layers"] == 1 else "layers "
+        yield f"  {group['layers']:>4} {plural} {group['scheme']:<12} {_formats(group)}"
+    if "kv" in half:
+        yield f"  KV cache     {half['kv']}"
+        why = ", ".join(half["calibrated_for"]) or "nothing: rounding needs no text"
+        yield f"  calibration  {why} ({half['engine']}, {half['method']})"
+
+
+def _formats(group: View) -> str:
+    if group["weights"] is None:
+        return "kept: " + ", ".join(group["parts"])
+    activations = group["activations"] or "not quantized"
+    only = "" if len(group["parts"]) >= 7 else f"; {', '.join(group['parts'])}"
+    return f"weights {group['weights']}; activations {activations}{only}"
+
+
+def _memory(view: View) -> Iterator[str]:
+    memory = view["memory"]
+    halves = [name for name in ("target", "draft") if name in memory]
+    yield "memory as served" + "".join(f"{name:>14}" for name in halves)
+    labels = list(dict.fromkeys(label for name in halves for label in memory[name]["linears"]))
+    for label in labels:
+        row = [memory[name]["linears"].get(label) for name in halves]
+        yield _row(f"linear, {'kept' if label == 'none' else label}", row)
+    length = f"{memory['max_length']:,}"
+    for label, key in (
+        ("embeddings", "embeddings"),
+        ("norms, biases", "norms_and_biases"),
+        ("all weights", "weights"),
+        ("read per step", "read_per_step"),
+        ("KV per token", "kv_per_token"),
+        (f"KV of {length}", "kv_at_max_length"),
+    ):
+        yield _row(label, [memory[name][key] for name in halves])
+    limit = f", limit {size(memory['limit'])}" if memory["limit"] is not None else ""
+    yield f"  together {size(memory['total'])} (one sequence of {length} tokens){limit}"
+    if memory["sequences_at_max_length"] is not None:
+        yield f"  sequences of {length} tokens that fit: {memory['sequences_at_max_length']}"
+    yield f"  the original target alone: {size(memory['unquantized_target'])}"
+    yield f"  the run itself holds about {size(memory['run_peak'])}: the original beside both results"
+
+
+def _row(label: str, values: list[int | None]) -> str:
+    return f"  {label:<18}" + "".join(f"{'-' if v is None else size(v):>10}    " for v in values).rstrip()
+
+
+def _speed(view: View) -> Iterator[str]:
+    speed = view["speed"]
+    yield "predicted speed, batch 1 (acceptance assumed, not measured)"
+    yield f"  basis: {speed['basis']}"
+    yield f"  quantization alone: {speed['quantization_alone']:.2f}x the original"
+    yield f"  a draft step costs c = {speed['cost_ratio_c']:.3f} of a target step"
+    if speed["target_step_ms"] is not None:
+        yield f"  target step at least {speed['target_step_ms']:.2f} ms; {speed['free_rows']} rows per pass are free"
+    for gain in speed["speculation"]:
+        yield (
+            f"  alpha {gain['alpha']} assumed: {gain['tokens_per_step']:.2f} tokens per step, "
+            f"{gain['speedup']:.2f}x at k = {gain['gamma']}; {_best(gain)}; {_batch(gain, speed)}"
+        )
+
+
+def _best(gain: View) -> str:
+    if gain["best_gamma"] == 0:
+        return "best is not to draft"
+    return f"best {gain['best_speedup']:.2f}x at k = {gain['best_gamma']}"
+
+
+def _batch(gain: View, speed: View) -> str:
+    if speed["target_step_ms"] is None:
+        return "batch limit unknown until measured"
+    batch = gain["stops_paying_at_batch"]
+    return f"stops paying at batch {batch}" if batch else f"pays at every batch that fits (to {speed['largest_batch']})"
+
+
+def _time(view: View) -> Iterator[str]:
+    time = view["time"]
+    yield f"time of the run: about {duration(time['minutes'] * 60)} ({time['basis']})"
+    for step in time["stages"]:
+        yield f"  {step['stage']:<12} {duration(step['seconds']):>8}  {step['work']}"
+
+
+def _exports(view: View) -> Iterator[str]:
+    yield "what serves it"
+    for served in view["exports"]:
+        yield f"  {served['runtime']:<13}{served['part']:<7} {'yes' if served['served'] else 'no '}  {served['detail']}"
+    yield f"  $ {view['commands']['vllm']}"
+
+
+def _findings(view: View) -> Iterator[str]:
+    for finding in view["findings"]:
+        yield f"{finding['level']}: {finding['value']}: {finding['rule']}; {finding['fix']}"
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units: 28.3 MB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes, hours or days, whichever reads best."""
+    for unit, scale in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,279 @@
+"""The report: verdict first, then the numbers behind it. Pure from `Results` to text; one page for all readers."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from qspec.provenance import atomic_write
+from qspec.schema.results import Accuracy, Results, Scalar, Speed, TaskResult
+from qspec.schema.text import dump_yaml
+from qspec.stages import report_html, report_markdown, verdict
+from qspec.stages.document import (
+    Bar,
+    Bars,
+    Block,
+    Details,
+    Document,
+    Heading,
+    Paragraph,
+    Stack,
+    Table,
+    interval,
+    number,
+    percent,
+    size,
+)
+
+Naming = Callable[[str, float], str]
+"""Label of an arm at a temperature."""
+
+
+def report(results: Results, folder: Path) -> Path:
+    """Write `report.html`, `report.md` and `results.json` into `folder`; returns the page's path."""
+    page = document(results)
+    atomic_write(folder / "results.json", results.dump())
+    atomic_write(folder / "report.md", report_markdown.render(page))
+    atomic_write(folder / "report.html", report_html.render(page))
+    return folder / "report.html"
+
+
+def document(results: Results) -> Document:
+    """The report of `results` as blocks."""
+    device, cpu = str(results.recipe.get("device", "")), results.environment.get("cpu", "")
+    about = [str(results.recipe.get("description", "")), f"{device}: {cpu}" if device == "cpu" and cpu else device]
+    blocks: list[Block] = [Heading("Verdict"), *verdict.findings(results)]
+    blocks += _accuracy(results.accuracy)
+    if results.speed is not None:
+        blocks += _speed(results.speed)
+    blocks += _notes(results)
+    blocks += _limits(results)
+    blocks += _provenance(results)
+    subtitle = " · ".join(part for part in about if part)
+    return Document(f"{results.name}: quantized speculative pair", subtitle, tuple(blocks))
+
+
+def _accuracy(accuracy: Accuracy) -> list[Block]:
+    blocks: list[Block] = [Heading("Accuracy")]
+    if accuracy.fidelity is not None:
+        measurements = accuracy.fidelity.measurements()
+        rows = tuple((m.metric, number(m.value, 4), interval(m.ci, 4), m.unit, str(m.n)) for m in measurements)
+        caption = f"Fidelity to the original on held-out text ({_condition(measurements[0].condition)})"
+        blocks.append(Table(caption, ("", "value", "95 % CI", "unit", "windows"), rows))
+    if accuracy.tasks:
+        blocks.append(_tasks(accuracy.tasks))
+    for task in accuracy.tasks:
+        blocks.append(Paragraph(f"{task.task} ({task.backend}): {task.verdict}."))
+        blocks.append(Details(f"{task.task} ({task.backend}): conditions", _lines(task.original.condition)))
+        if len(task.sub_tasks) > 1:
+            blocks.append(_sub_tasks(task))
+    return blocks if len(blocks) > 1 else [*blocks, Paragraph("Not measured.")]
+
+
+def _tasks(tasks: tuple[TaskResult, ...]) -> Table:
+    columns = (
+        "task (backend)",
+        "items",
+        "original",
+        "95 % CI",
+        "quantized",
+        "95 % CI",
+        "difference",
+        "95 % CI",
+        "recovery",
+        "right in original / quantized only",
+        "McNemar p",
+        "answers cut (original / quantized)",
+    )
+    rows = tuple(
+        (
+            f"{t.task} ({t.backend}), {t.original.metric.rpartition(', ')[0]}",
+            str(t.original.n),
+            percent(t.original.value),
+            _percents(t.original.ci),
+            percent(t.quantized.value),
+            _percents(t.quantized.ci),
+            percent(t.difference.value),
+            _percents(t.difference.ci),
+            "–" if t.recovery is None else percent(t.recovery),
+            f"{t.only_original} / {t.only_quantized}",
+            "–" if t.p_value is None else number(t.p_value, 2),
+            f"{percent(t.original_cut)} / {percent(t.quantized_cut)}",
+        )
+        for t in tasks
+    )
+    return Table("Tasks (lm-evaluation-harness), both arms paired item by item", columns, rows)
+
+
+def _sub_tasks(task: TaskResult) -> Table:
+    rows = tuple((s.task, str(s.n), percent(s.original), percent(s.quantized)) for s in task.sub_tasks)
+    return Table(f"{task.task} ({task.backend}) by sub-task", ("", "items", "original", "quantized"), rows)
+
+
+def _speed(speed: Speed) -> list[Block]:
+    several = len({arm.temperature for arm in speed.arms}) > 1
+
+    def name(arm: str, temperature: float) -> str:
+        return f"{arm}, temperature {temperature:g}" if several else arm
+
+    about = f"Measured in turns on the same prompts: {_condition(speed.condition)}."
+    return [
+        Heading("Speed"),
+        Paragraph(about),
+        _rates(speed, name),
+        _arms(speed, name),
+        *_ratios(speed, name),
+        *_acceptance(speed, name),
+        *_predictions(speed, name),
+        *_time(speed, name),
+    ]
+
+
+def _rates(speed: Speed, name: Naming) -> Bars:
+    bars = tuple(
+        Bar(name(a.arm, a.temperature), rate.median, number(rate.median), (rate.q1, rate.q3))
+        for a in speed.arms
+        for rate in (a.decode_rate,)
+    )
+    return Bars("Decoding speed, tokens/s (median; line: quartiles)", bars)
+
+
+def _ratios(speed: Speed, name: Naming) -> list[Block]:
+    bars = tuple(
+        Bar(
+            f"{name(r.arm, r.temperature)} against {r.baseline}",
+            r.speedup.value,
+            f"{number(r.speedup.value)}× ({interval(r.speedup.ci)}, {r.speedup.n} prompts)",
+            r.speedup.ci,
+        )
+        for r in speed.ratios
+    )
+    caption = "Speedup: time per token of the baseline over the arm's, same prompts (line: 95 % CI)"
+    return [Bars(caption, bars, mark=1.0)] if bars else []
+
+
+def _arms(speed: Speed, name: Naming) -> Table:
+    columns = (
+        "arm",
+        "TTFT, ms",
+        "ms per token",
+        "quartiles",
+        "tokens/s",
+        "tokens/s with prefill",
+        "runs",
+        "weights",
+        "KV per token",
+        "ceiling, tokens/s",
+        "of ceiling",
+    )
+    rows = tuple(
+        (
+            name(a.arm, a.temperature),
+            number(a.ttft.median),
+            number(a.tpot.median),
+            interval((a.tpot.q1, a.tpot.q3)),
+            number(a.decode_rate.median),
+            number(a.total_rate.median),
+            str(a.tpot.n),
+            size(a.weight_bytes) if a.weight_bytes else "–",
+            size(a.kv_bytes_per_token) if a.kv_bytes_per_token else "–",
+            "–" if a.ceiling_tokens_s is None else number(a.ceiling_tokens_s),
+            "–" if a.ceiling_tokens_s is None else percent(a.decode_rate.median / a.ceiling_tokens_s, 0),
+        )
+        for a in speed.arms
+    )
+    caption = f"Medians over runs. Ceiling: memory bandwidth {size(speed.bandwidth.value)}/s over bytes read per token"
+    return Table(caption, columns, rows)
+
+
+def _acceptance(speed: Speed, name: Naming) -> list[Block]:
+    if not speed.acceptance:
+        return []
+    columns = ("arm", "prompts", "steps", "drafted", "accepted", "α", "95 % CI", "tokens/step", "by position")
+    rows = tuple(
+        (
+            f"{name(a.arm, a.temperature)}: {a.category}",
+            str(a.prompts),
+            str(a.steps),
+            str(a.drafted),
+            str(a.accepted),
+            number(a.alpha.value),
+            interval(a.alpha.ci, 2),
+            number(a.tokens_per_step),
+            " ".join(number(share, 2) for share in a.per_position[:8]) + (" …" if len(a.per_position) > 8 else ""),
+        )
+        for a in speed.acceptance
+    )
+    caption = "α: accepted / tested draft tokens; tokens/step = 1 + accepted / steps"
+    return [Heading("Acceptance by kind of prompt"), Table(caption, columns, rows)]
+
+
+def _predictions(speed: Speed, name: Naming) -> list[Block]:
+    if not speed.predictions:
+        return []
+    columns = ("arm", "α", "draft length", "draft cost c", "verify cost", "predicted", "measured")
+    rows = tuple(
+        (
+            name(p.arm, p.temperature),
+            number(p.alpha),
+            number(p.draft_length),
+            number(p.draft_cost),
+            number(p.verify_cost),
+            f"{number(p.predicted)}×",
+            f"{number(p.measured)}×",
+        )
+        for p in speed.predictions
+    )
+    caption = "Speedup over the same target without a draft; costs in plain steps (arXiv 2211.17192, theorem 3.8)"
+    return [Heading("Predicted and measured speedup"), Table(caption, columns, rows)]
+
+
+def _time(speed: Speed, name: Naming) -> list[Block]:
+    parts = ("draft", "verify", "other")
+    rows = tuple((name(a.arm, a.temperature), tuple(a.time_share[part] for part in parts)) for a in speed.arms)
+    return [Heading("Where the time goes"), Stack("Shares of the decoding time", parts, rows)]
+
+
+def _notes(results: Results) -> list[Block]:
+    if not any(results.notes.values()):
+        return []
+    notes = [Details(f"{model} ({len(lines)} notes)", lines) for model, lines in results.notes.items() if lines]
+    return [Heading("Quantization notes"), *notes]
+
+
+def _limits(results: Results) -> list[Block]:
+    """What these numbers do not show."""
+    lines = [*results.limits, *results.accuracy.skipped]
+    for task in results.accuracy.tasks:
+        available = task.original.condition.get("rows_available")
+        if isinstance(available, int) and available > task.original.n:
+            lines.append(f"{task.task} ({task.backend}): {task.original.n} of {available} items were asked.")
+        if max(task.original_cut, task.quantized_cut) > 0:
+            shares = f"{percent(task.original_cut)} / {percent(task.quantized_cut)}"
+            limit = task.original.condition.get("max_gen_toks")
+            lines.append(
+                f"{task.task} ({task.backend}): answers cut at {limit} tokens: {shares} (original / quantized)."
+            )
+        if task.prompts_cut:
+            lines.append(f"{task.task} ({task.backend}): {task.prompts_cut} prompts lost their beginning (context).")
+    if results.speed is not None:
+        lines.append("Speed was measured with one request at a time; batches behave differently.")
+    return [Heading("Limits"), Details(f"{len(lines)} limits of these measurements", tuple(lines))] if lines else []
+
+
+def _provenance(results: Results) -> list[Block]:
+    environment = tuple(sorted(results.environment.items()))
+    blocks: list[Block] = [Heading("Provenance"), Table("Environment", ("", "value"), environment)]
+    if results.digests:
+        blocks.append(Table("sha256", ("", "digest"), tuple(sorted(results.digests.items()))))
+    return [*blocks, Details("Recipe", tuple(dump_yaml(results.recipe).splitlines()), code=True)]
+
+
+def _percents(ci: tuple[float, float] | None) -> str:
+    return "" if ci is None else f"{percent(ci[0])} to {percent(ci[1])}"
+
+
+def _condition(condition: Mapping[str, Scalar]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in condition.items())
+
+
+def _lines(condition: Mapping[str, Scalar]) -> tuple[str, ...]:
+    return tuple(f"{key.replace('_', ' ')}: {'–' if value is None else value}" for key, value in condition.items())

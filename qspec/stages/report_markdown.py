@@ -1,0 +1,60 @@
+"""A document as Markdown (GitHub flavour). All text is data: nothing in it can become markup."""
+
+import re
+
+from qspec.stages.document import Bars, Block, Details, Document, Finding, Heading, Paragraph, Stack, Table, percent
+
+TONES = {"good": "✔", "bad": "✘", "open": "?", "plain": "·"}
+
+
+def render(document: Document) -> str:
+    """The whole page."""
+    blocks = "\n".join(_block(block) for block in document.blocks)
+    return f"# {_text(document.title)}\n\n{_text(document.subtitle)}\n\n{blocks}"
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Heading(text):
+            return f"## {_text(text)}\n"
+        case Finding(tone, text):
+            return f"- {TONES[tone]} {_text(text)}"
+        case Paragraph(text):
+            return f"{_text(text)}\n"
+        case Table(caption, columns, rows):
+            return _table(caption, columns, rows)
+        case Bars(caption, bars):
+            return _table(caption, ("", "value"), tuple((bar.label, bar.text) for bar in bars))
+        case Stack(caption, parts, rows):
+            cells = tuple((label, *(percent(share) for share in shares)) for label, shares in rows)
+            return _table(caption, ("", *parts), cells)
+        case Details(title, lines, code):
+            return f"**{_text(title)}**\n\n{_code(lines) if code else _list(lines)}\n"
+
+
+def _table(caption: str, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> str:
+    head = _row(columns) + _row(("---", *["---:"] * (len(columns) - 1)), raw=True)
+    return f"**{_text(caption)}**\n\n{head}{''.join(_row(row) for row in rows)}"
+
+
+def _row(cells: tuple[str, ...], raw: bool = False) -> str:
+    return f"| {' | '.join(cell if raw else _text(cell) for cell in cells)} |\n"
+
+
+def _list(lines: tuple[str, ...]) -> str:
+    return "".join(f"- {_text(line)}\n" for line in lines)
+
+
+def _code(lines: tuple[str, ...]) -> str:
+    """A fenced block whose fence is longer than any run of backticks inside."""
+    text = "\n".join(lines)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}\n{text}\n{fence}\n"
+
+
+def _text(text: str) -> str:
+    """Escape what Markdown and inline HTML would interpret; line breaks become spaces."""
+    line = " ".join(text.split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = re.sub(r"([\\`*_\[\]|~#])", r"\\\1", line)
+    return re.sub(r"^([-+]|\d+[.)])(?=\s|$)", r"\\\1", line)

@@ -1,0 +1,101 @@
+"""What the numbers carry, in sentences: budgets met or missed, faster or slower, lossless or not."""
+
+from qspec.schema.results import Equality, Measurement, Ratio, Results, Speed, TaskResult
+from qspec.stages.document import Finding, Tone, interval, number, percent
+
+
+def findings(results: Results) -> list[Finding]:
+    """The verdict, most important first: losslessness, accuracy, speed, whether to speculate, budgets."""
+    found: list[Finding] = []
+    if results.speed is not None:
+        found += [_lossless(equality) for equality in results.speed.equality]
+    found += [_task(task) for task in results.accuracy.tasks]
+    if results.speed is not None:
+        found += [_faster(ratio) for ratio in results.speed.ratios]
+        found += _advice(results.speed)
+    return [*found, *_budgets(results)] or [Finding("plain", "nothing was measured")]
+
+
+def _lossless(equality: Equality) -> Finding:
+    same = f"{equality.arm}: {equality.equal} of {equality.n} greedy answers equal those of {equality.baseline}"
+    if not equality.mismatches:
+        return Finding("good", f"{same} token for token")
+    ties = sum(m.near_tie for m in equality.mismatches)
+    if equality.lossless:
+        margin = number(max(m.margin for m in equality.mismatches))
+        return Finding("good", f"{same}; the other {ties} part at near ties (logit gap at most {margin})")
+    wrong = len(equality.mismatches) - ties
+    return Finding("bad", f"{same}; {wrong} part where no near tie explains it: speculation is not lossless here")
+
+
+def _task(task: TaskResult) -> Finding:
+    tone: Tone = "bad" if "is worse" in task.verdict else "good" if "is better" in task.verdict else "open"
+    return Finding(tone, f"{task.task} ({task.backend}): {task.verdict}")
+
+
+def _faster(ratio: Ratio) -> Finding:
+    low, high = ratio.speedup.ci or (0.0, float("inf"))
+    at = f" at temperature {ratio.temperature:g}" if ratio.temperature else ""
+    numbers = f"{number(ratio.speedup.value)}× (95 % CI {interval(ratio.speedup.ci)}, {ratio.speedup.n} prompts){at}"
+    pair = f"{ratio.arm} against {ratio.baseline}"
+    if ratio.speedup.n < 2:
+        return Finding("open", f"{pair}: {number(ratio.speedup.value)}× on a single prompt{at}, no interval")
+    if low > 1:
+        return Finding("good", f"{pair}: faster, {numbers}")
+    if high < 1:
+        return Finding("bad", f"{pair}: slower, {numbers}")
+    return Finding("open", f"{pair}: no clear difference in speed, {numbers}")
+
+
+def _advice(speed: Speed) -> list[Finding]:
+    """Where a draft does not pay."""
+    advice: list[Finding] = []
+    plain = {p.arm: p.baseline for p in speed.predictions}
+    for ratio in speed.ratios:
+        if plain.get(ratio.arm) == ratio.baseline and ratio.speedup.value < 1:
+            at = f" at temperature {ratio.temperature:g}" if ratio.temperature else ""
+            text = f"do not speculate with this draft here{at}: {ratio.arm} runs at {number(ratio.speedup.value)}×"
+            advice.append(Finding("bad", f"{text} the speed of {ratio.baseline}"))
+    return advice
+
+
+def _budgets(results: Results) -> list[Finding]:
+    budget = results.recipe.get("budget") or {}
+    found: list[Finding] = []
+    fidelity, speed = results.accuracy.fidelity, results.speed
+    if (limit := budget.get("max_kl")) is not None and fidelity is not None:
+        found.append(_at_most(f"KL budget {number(limit)} nats/token", fidelity.kl, limit))
+    if (limit := budget.get("min_recovery")) is not None:
+        found += [_recovery(task, limit) for task in results.accuracy.tasks if task.recovery is not None]
+    if (limit := budget.get("ttft_s")) is not None and speed is not None:
+        for arm in speed.arms:
+            met = arm.ttft.median <= 1000 * limit
+            text = f"first-token budget {number(limit)} s {'met' if met else 'missed'}"
+            found.append(
+                Finding("good" if met else "bad", f"{text}: {arm.arm} needs {number(arm.ttft.median)} ms (median)")
+            )
+    return found
+
+
+def _recovery(task: TaskResult, limit: float) -> Finding:
+    """Score kept, with the interval of the paired difference over the original's score."""
+    low, high = (1 + end / task.original.value for end in task.difference.ci or (0.0, 0.0))
+    numbers = f"{task.task} keeps {percent(task.quantized.value / task.original.value)}"
+    numbers += f" (95 % CI {percent(low)} to {percent(high)}, n = {task.original.n})"
+    name = f"recovery budget {percent(limit)}"
+    if low >= limit:
+        return Finding("good", f"{name} met: {numbers}")
+    if high < limit:
+        return Finding("bad", f"{name} missed: {numbers}")
+    return Finding("open", f"{name} undecided, the interval spans it: {numbers}")
+
+
+def _at_most(name: str, measured: Measurement, limit: float) -> Finding:
+    """Met or missed when the interval says so, else undecided."""
+    low, high = measured.ci or (measured.value, measured.value)
+    numbers = f"{number(measured.value)} (95 % CI {interval(measured.ci)}, n = {measured.n})"
+    if high <= limit:
+        return Finding("good", f"{name} met: {numbers}")
+    if low > limit:
+        return Finding("bad", f"{name} missed: {numbers}")
+    return Finding("open", f"{name} undecided, the interval spans it: {numbers}")

