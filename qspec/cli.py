@@ -4,12 +4,15 @@ from collections.abc import Sequence
 import json
 from pathlib import Path
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from qspec import __version__
+import qspec
 from qspec.errors import QspecError, RecipeError
+
+if TYPE_CHECKING:
+    from qspec.spec.types import Generation
 
 HELP = """Quantize a language model and its draft together, and ship them as one speculative pair.
 
@@ -35,7 +38,7 @@ Examples:
 
 app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-_USAGE_ERROR = typer.BadParameter.__mro__[1]
+_USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 """The command-line parser's own error class; typer exports only this subclass of it."""
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file, for example one of recipes/.")]
@@ -55,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QspecError as e:
         return _fail(str(e), 2)
     except _USAGE_ERROR as e:
-        return _fail(f"{e.format_message()} See qspec --help.", 2)  # type: ignore[attr-defined]
+        return _fail(f"{e.format_message().rstrip('.')}; see qspec --help", 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted; `qspec run … --resume` continues a run", 130)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"qspec {__version__}")
+        print(f"qspec {qspec.__version__}")
         raise typer.Exit
 
 
@@ -84,14 +87,13 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in the same folder.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Quantize, package, prove and measure: the whole job of a recipe."""
+    """Do a whole recipe: quantize, package, prove, measure."""
     from qspec import pipeline
     from qspec.schema.recipe import Recipe
-    from qspec.stages.preview import admit
 
     job = Recipe.read(recipe, tuple(overrides or ()))
-    admit(job)
-    pipeline.run(job, out or Path("runs") / job.name, resume)
+    pair = pipeline.run(job, out or Path("runs") / job.name, resume)
+    print(f'{pair}: ready; try: qspec generate {pair} "Hello"')
 
 
 @app.command()
@@ -102,7 +104,10 @@ def plan(
         bool, typer.Option("--json", help="Machine-readable, with every recipe field resolved.")
     ] = False,
 ) -> None:
-    """Show what a recipe would do: formats by layer, memory, time, predicted speed, what serves it. No compute."""
+    """Show what a recipe would do, without compute.
+
+    Formats by layer, memory, time, predicted speed, what serves which part and why not, and what the device refuses.
+    """
     from qspec.schema.recipe import Recipe
     from qspec.stages.preflight import Finding, raise_refused
     from qspec.stages.preview import preview
@@ -124,19 +129,21 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the random numbers that sampling uses.")] = 0,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding, for comparison.")] = False,
 ) -> None:
-    """Answer a prompt with a pair: text on standard output, then speed and acceptance on standard error."""
+    """Answer a prompt with a pair.
+
+    The text goes to standard output as it comes, then speed and acceptance to standard error.
+    """
     if top_p == 0:
         raise RecipeError("--top-p 0", "keeps no token", "give more than 0, or 1 to switch it off")
-    from qspec import load_pair
-
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    answer = load_pair(pair).generate(
+    answer = qspec.load_pair(pair).generate(
         sys.stdin.read() if prompt == "-" else prompt,
         max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
         seed=seed,
         speculative=not no_draft,
         on_text=lambda text: print(text, end="", flush=True),
-        **{name: value for name, value in sampling.items() if value is not None},
     )
     print()
     print(_summary(answer.generation), file=sys.stderr)
@@ -144,33 +151,36 @@ def generate(
 
 @app.command()
 def check(pair: PairFolder) -> None:
-    """Verify a pair: every file against its checksum, scales finite, tokenizers and vocabularies fitting."""
-    from qspec import pipeline
+    """Verify every file of a pair.
 
-    for finding in pipeline.check(pair) or ():
+    Checksums, nothing missing or added, scales finite, tokenizer and vocabularies fitting.
+    """
+    for finding in qspec.check(pair):
         print(finding)
     print(f"{pair}: intact")
 
 
 @app.command()
 def version() -> None:
-    """Print the version, and those of the libraries that decide the results."""
+    """Print the versions that decide the results."""
     from qspec.provenance import environment
 
-    print(f"qspec {__version__}")
+    print(f"qspec {qspec.__version__}")
     for name, value in environment().items():
         print(f"{name:<24} {value}")
 
 
-def _summary(generation: Any) -> str:
+def _summary(generation: "Generation") -> str:
     """One line: tokens, tokens/s from the request on, and how the draft did."""
     count, seconds = len(generation.tokens), generation.ttft + generation.seconds
     line = f"{count} tokens, {count / max(seconds, 1e-9):.1f} tokens/s, first after {generation.ttft:.2f} s"
     drafted, accepted = (sum(getattr(step, name) for step in generation.steps) for name in ("drafted", "accepted"))
     if not drafted:
         return f"{line}; no draft"
-    steps = len(generation.steps)
-    return f"{line}; {accepted / drafted:.0%} of {drafted} drafted tokens accepted, {1 + accepted / steps:.2f} tokens per step"
+    per_step = 1 + accepted / len(generation.steps)
+    return (
+        f"{line}; {accepted} of {drafted} drafted tokens accepted ({accepted / drafted:.0%}), {per_step:.2f} per step"
+    )
 
 
 def _fail(message: str, status: int) -> int:

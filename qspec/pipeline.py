@@ -7,8 +7,6 @@ import shutil
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-import torch
-
 from qspec.bridges import compressed, oneshot
 from qspec.bridges.text import calibration_rows
 from qspec.errors import OutputError
@@ -32,12 +30,13 @@ from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.stages.bench import Arm, bench
 from qspec.stages.build_plan import build_plan, needs_statistics, validate_plan
 from qspec.stages.calibrate import calibrate
-from qspec.stages.check import check, check_tokenizers
+from qspec.stages.check import check, check_tokenizers, read_manifest
 from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
 from qspec.stages.load import load, resolve_arch
 from qspec.stages.open_pair import LoadedPair, compute_dtype, open_pair
-from qspec.stages.package import package, seal
+from qspec.stages.package import package, seal, source_dtype, stored_dtype
+from qspec.stages.pad import match_rows
 from qspec.stages.preview import PlannedPair, admit
 from qspec.stages.quantize import quantize
 from qspec.stages.report import report
@@ -79,8 +78,7 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
     results = _results(recipe, loaded, accuracy, speed)
     progress.stage("report")
     report(results, out / "report")
-    seal(pair, results, out / "report")
-    check(pair)
+    seal(pair, results.model_dump(mode="json"), out / "report")
     shutil.rmtree(out / "work")
     progress.close()
     return pair
@@ -97,7 +95,7 @@ def load_originals(recipe: Recipe, progress: Progress) -> Originals:
         return Originals(target, None)
     draft = load(recipe.draft)
     check_tokenizers(target.tokenizer, draft.tokenizer)
-    return Originals(target, draft)
+    return Originals(target, match_rows(draft, target.arch.vocab_size))
 
 
 def quantize_halves(
@@ -135,7 +133,7 @@ def _half(
     progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
     quantized = quantize_model(model, spec, recipe.fusion, rows, folder.parent, progress)
     with staged_dir(folder) as part:
-        compressed.write(quantized, part, export_dtype(recipe))
+        compressed.write(quantized, part, stored_dtype(recipe, quantized))
     return quantized
 
 
@@ -156,15 +154,8 @@ def quantize_checkpoint(
     with TemporaryDirectory(dir=out.absolute().parent) as work:
         quantized = quantize_model(loaded, model.quantization, fusion or FusionSpec(), rows, Path(work), progress)
     with staged_dir(out) as part:
-        compressed.write(quantized, part, torch.bfloat16)
+        compressed.write(quantized, part, source_dtype(quantized.config))
     return quantized
-
-
-def export_dtype(recipe: Recipe) -> torch.dtype:
-    """Dtype of what stays unquantized on disk: the recipe's, or float32 on CPU and bfloat16 elsewhere."""
-    if recipe.dtype == "auto" and recipe.device != "cpu":
-        return torch.bfloat16
-    return compute_dtype(recipe.dtype)
 
 
 def _evaluate(recipe: Recipe, originals: Originals, pair: LoadedPair, out: Path, progress: Progress) -> Accuracy:
@@ -187,7 +178,8 @@ def _bench(recipe: Recipe, planned: PlannedPair, originals: Originals, pair: Loa
     drafter, draft_bytes = pair.drafter, planned.drafting.cost.weight_bytes if planned.drafting else 0
     float_drafter, float_draft_bytes = drafter, draft_bytes
     if isinstance(recipe.draft, ModelDraft) and originals.draft is not None and planned.draft is not None:
-        float_drafter = ModelDrafter(Decoder.from_float(originals.draft, dtype, pair.target.max_length))
+        float_draft = Decoder.from_float(originals.draft, dtype, pair.target.max_length)
+        float_drafter = ModelDrafter(float_draft, arch.vocab_size, arch.eos_ids)
         float_draft_bytes = planned.draft.plain.cost.weight_bytes
     plain, bytes_ = planned.target.plain, planned.target.bytes
     original = Arm(float_target, None, None, int(plain.cost.weight_bytes), 0, plain.kv_bytes_per_token)
@@ -231,7 +223,7 @@ def _open_folder(recipe: Recipe, planned: PlannedPair, out: Path, resume: bool) 
             raise OutputError(str(out), "holds a run already", "continue it with --resume, or choose another --out")
         if Recipe.read(saved) != recipe:
             raise OutputError(str(out), "holds a run of another recipe", "choose another --out, or remove the folder")
-        if (out / "pair" / "report").exists():
+        if _is_sealed(out / "pair"):
             check(out / "pair")
             return True
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -242,6 +234,10 @@ def _open_folder(recipe: Recipe, planned: PlannedPair, out: Path, resume: bool) 
     atomic_write(saved, recipe.dump())
     setup_log(out / "run.log")
     return False
+
+
+def _is_sealed(pair: Path) -> bool:
+    return pair.exists() and any(entry.path.startswith("report/") for entry in read_manifest(pair).files)
 
 
 def _kept(path: Path, kind: type[R], make: Callable[[], R]) -> R:

@@ -36,7 +36,7 @@ class HFModel:
         if length == 0:
             self.cache = DynamicCache(config=self.model.config)
         elif length < self.length:
-            self.cache.crop(length)
+            self.cache.crop(length - self.length)  # negative: positions to drop
 
     def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
         self.fed += len(tokens_T)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import qspec
 from qspec.schema.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,3 +43,9 @@ def test_recipes_in_documents_are_valid(page, text, tmp_path):
     """Would catch an example that the recipe parser refuses."""
     (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
     assert Recipe.read(tmp_path / "recipe.yaml").name
+
+
+def test_every_public_function_is_documented():
+    """Would catch a public function without a line in docs/python-api.md."""
+    page = (ROOT / "docs/python-api.md").read_text(encoding="utf-8")
+    assert [name for name in qspec.__all__ if f"`{name}(" not in page] == []

@@ -7,6 +7,7 @@ Items keep the harness's hashes, so that two arms are compared item by item. `mm
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 import json
 from pathlib import Path
 import tempfile
@@ -115,21 +116,31 @@ def _scores(report: Mapping[str, Any], cuts: Cuts, task: TaskSpec, condition: Ma
 @contextmanager
 def _tasks(task: TaskSpec) -> Iterator[tuple[list[str], Any]]:
     """What to ask the harness for, and its index of tasks; generated files live as long as the context."""
-    from lm_eval.tasks import TaskManager
-
+    names = [task.name] if task.subjects is None else [f"{task.name}_{subject}" for subject in task.subjects]
+    own = [eval_dir() / "tasks" / f"{name}.yaml" for name in names]
     with tempfile.TemporaryDirectory() as folder:
         if task.name == "mmlu_pro":
-            files = _mmlu_pro_files(task, Path(folder))
-            yield [str(path) for path in files], TaskManager(include_defaults=False)
-            return
-        own = eval_dir() / "tasks"
-        manager = TaskManager(include_path=str(own) if own.is_dir() else None)
-        names = [task.name] if task.subjects is None else [f"{task.name}_{subject}" for subject in task.subjects]
-        for name in names:
-            if name not in manager.task_index:
-                fix = f"{closest(name, manager.all_tasks)}`lm_eval ls tasks` lists them"
-                raise RecipeError(f"task {name!r}", "is unknown to lm-eval", fix)
-        yield names, manager
+            yield [str(path) for path in _mmlu_pro_files(task, Path(folder))], _index(defaults=False)
+        elif all(path.is_file() for path in own):
+            yield [str(path) for path in own], _index(defaults=False)
+        else:
+            _check_known(names, _index(defaults=True).all_tasks)
+            yield names, _index(defaults=True)
+
+
+@cache
+def _index(defaults: bool) -> Any:
+    """The harness's index of tasks; reading its thousands of definitions takes most of a minute, so once."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=defaults)
+
+
+def _check_known(names: list[str], known: list[str]) -> None:
+    for name in names:
+        if name not in known:
+            fix = f"{closest(name, known)}`lm_eval ls tasks` lists them"
+            raise RecipeError(f"task {name!r}", "is unknown to lm-eval and has no file in eval/tasks", fix)
 
 
 def _mmlu_pro_files(task: TaskSpec, folder: Path) -> list[Path]:

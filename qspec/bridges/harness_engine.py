@@ -60,6 +60,8 @@ class Engine:
 
     def score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
         """Log-likelihood (nats) of `continuation` and whether it is the greedy one; cut from the left if too long."""
+        if not continuation:
+            return 0.0, True
         ids, count = [*context, *continuation][-(self.lm.max_length + 1) :], len(continuation)
         self.lm.truncate(0)
         with torch.no_grad():

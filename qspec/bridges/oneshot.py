@@ -34,7 +34,7 @@ def quantize(
     for what the library refuses only after it has loaded the model.
     """
     resolved = plan.resolve(model.arch.linears())
-    _refuse(model.arch, spec, resolved, rows)
+    _refuse(model.arch, spec, plan, rows)
     source, result = workdir / "float", workdir / "quantized"
     try:
         compressed.write_float(model, source, torch.float32)
@@ -56,26 +56,31 @@ def quantize(
     )
 
 
-def _refuse(arch: ArchMap, spec: QuantSpec, resolved: Resolved, rows: list[list[int]]) -> None:
+def _refuse(arch: ArchMap, spec: QuantSpec, plan: QuantPlan, rows: list[list[int]]) -> None:
+    resolved = plan.resolve(arch.linears())
     schemes = {layer: scheme for layer, scheme in resolved.items() if scheme is not None}
     compressed.refuse_tied_head(arch, schemes)
     if spec.method == "autoround" and "lm_head" in schemes:
         raise RecipeError("lm_head", "is outside the blocks that autoround tunes", "add lm_head to ignore")
-    if not rows:
+    if plan.kv is not None and plan.kv.granularity != "token_head" and plan.kv.scales == "cast":
+        raise RecipeError(
+            "kv scales: cast", "llm-compressor always calibrates", "use scales: calibrated, or engine: qspec"
+        )
+    static = any(s.activation and not s.activation.dynamic for s in schemes.values())
+    if not rows and (spec.method != "rtn" or static or quant_config.encode_kv(plan.kv)):
         raise RecipeError(f"method {spec.method}", "needs calibration data", "give calibration rows")
     for layer, scheme in schemes.items():
-        width = arch.linear_shape(layer)[1]
-        match scheme.weight.granularity:
-            case PerGroup(size) if width % size:
-                raise RecipeError(
-                    f"group_size {size}", f"does not divide the width {width} of {layer}", "use a divisor"
-                )
-        if scheme.weight.clip.method == "percentile":
-            raise RecipeError(
-                "clip percentile", "llm-compressor has no such observer", "use engine: qspec, or clip mse"
-            )
-        if spec.method == "autoround" and scheme.weight.fmt.bits != 4:
-            raise RecipeError(f"autoround with {scheme.name}", "is for 4-bit weights", "use scheme: W4A16")
+        _refuse_layer(layer, scheme, arch.linear_shape(layer)[1], spec.method)
+
+
+def _refuse_layer(layer: str, scheme: LayerScheme, width: int, method: str) -> None:
+    size = scheme.weight.granularity.size if isinstance(scheme.weight.granularity, PerGroup) else width
+    if width % size:
+        raise RecipeError(f"group_size {size}", f"does not divide the width {width} of {layer}", "use a divisor of it")
+    if scheme.weight.clip.method == "percentile":
+        raise RecipeError("clip: percentile", "llm-compressor has no such observer", "use mse, or engine: qspec")
+    if method == "autoround" and scheme.weight.fmt.bits != 4:
+        raise RecipeError(f"autoround with {scheme.name}", "is for 4-bit weights here", "use scheme: W4A16")
 
 
 def _settings(resolved: Resolved, plan: QuantPlan) -> dict[str, Any]:
@@ -117,11 +122,11 @@ def _run(source: Path, result: Path, method: str, settings: dict[str, Any], rows
         oneshot(
             model=str(source),
             tokenizer=str(source),
-            dataset=DataLoader(samples, batch_size=None),
+            dataset=DataLoader(samples, batch_size=None) if rows else None,
             recipe=_modifiers(method, settings),
             output_dir=str(result),
             num_calibration_samples=len(rows),
-            max_seq_length=max(map(len, rows)),
+            max_seq_length=max(map(len, rows), default=1),
             clear_sparse_session=True,
         )
 

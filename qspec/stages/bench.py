@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -53,7 +54,8 @@ def bench(
     room = min(arm.target.max_length for arm in arms.values()) - spec.max_new_tokens
     requests, templated = load_requests(spec, tokenizer, room)
     condition: dict[str, Scalar] = {
-        "prompts": f"{len(requests)} of {spec.prompts}",
+        "prompts": len(requests),
+        "data": Path(spec.prompts).name,
         "source": origin(spec.prompts),
         "prompt_tokens": f"{min(len(r.tokens) for r in requests)} to {max(len(r.tokens) for r in requests)}",
         "max_new_tokens": spec.max_new_tokens,

@@ -66,7 +66,7 @@ def measure_fidelity(
     means_W4 = torch.stack([_window(original, quantized, row) for row in progress.track(rows, "fidelity", len(rows))])
     a_W, b_W, kl_W, same_W = means_W4.unbind(1)
     condition: dict[str, Scalar] = {
-        "data": spec.data,
+        "data": Path(spec.data).name,
         "source": origin(spec.data),
         "windows": len(rows),
         "window_tokens": length,

@@ -10,12 +10,9 @@ from qspec.schema.recipe import KVSpec, MlpDraft, ModelDraft, NgramDraft, QuantS
 _SHORT = {"fp8_e4m3": "fp8", "int8": "int8"}
 
 
-def exports(recipe: Recipe, sheet: DeviceSheet, equal_rows: bool = True) -> tuple[Served, ...]:
-    """Every part of the pair on vLLM and transformers; the manifest stores the same lines.
-
-    equal_rows: both heads have the same number of rows, padding included.
-    """
-    return (*_vllm(recipe, sheet, equal_rows), *_transformers(recipe))
+def exports(recipe: Recipe, sheet: DeviceSheet) -> tuple[Served, ...]:
+    """Every part of the pair on vLLM and transformers; the manifest stores the same lines."""
+    return (*_vllm(recipe, sheet), *_transformers(recipe))
 
 
 def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, Any] | None:
@@ -87,11 +84,11 @@ def transformers_snippet(recipe: Recipe, capability: int | None, pair: str = "pa
     return "\n".join(lines)
 
 
-def _vllm(recipe: Recipe, sheet: DeviceSheet, equal_rows: bool) -> tuple[Served, ...]:
+def _vllm(recipe: Recipe, sheet: DeviceSheet) -> tuple[Served, ...]:
     return (
         _vllm_weights(recipe.target.quantization, sheet, "target"),
         _vllm_kv(recipe.target.quantization.kv, sheet),
-        _vllm_draft(recipe, sheet, equal_rows),
+        _vllm_draft(recipe, sheet),
     )
 
 
@@ -127,7 +124,7 @@ def _collapses(kv: KVSpec, sheet: DeviceSheet) -> bool:
     return kv.granularity == "head" and sheet.capability is None
 
 
-def _vllm_draft(recipe: Recipe, sheet: DeviceSheet, equal_rows: bool) -> Served:
+def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
     served, k = True, recipe.speculation.draft_length.k
     match recipe.draft:
         case MlpDraft():
@@ -140,8 +137,6 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet, equal_rows: bool) -> Served:
             detail = f"method draft_model: draft/ ({recipe.draft.quantization.scheme})"
             weights = _vllm_weights(recipe.draft.quantization, sheet, "draft")
             served, detail = weights.served, detail if weights.served else weights.detail
-    if served and not equal_rows:
-        served, detail = False, "wants heads of equal rows in both halves, padding included"
     if served and isinstance(recipe.draft, ModelDraft | SelfDraft) and sheet.capability is None:
         if kv_cache_dtype(recipe.target.quantization.kv) != draft_kv_dtype(recipe):
             served, detail = False, "on CPU both halves need the same KV dtype, vLLM aborts otherwise"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qspec.numerics.blocks import PerTensor
-from qspec.records import FUSED_GROUPS, ArchMap, FusionPlan, QLinear, QuantizedModel
+from qspec.records import FUSED_GROUPS, FusionPlan, QLinear, QuantizedModel
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -57,10 +57,6 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _identity_norms(quant: QuantizedModel) -> list[str]:
     """Norms that multiply by one, because their gain went into the next layer: a runtime may skip the product."""
-    names = [*norm_names(quant.arch), "model.norm.weight"]
+    blocks = [f"model.layers.{i}.{norm}.weight" for i in range(quant.arch.n_layers) for norm in _NORMS]
+    names = [*blocks, "model.norm.weight"]
     return [name for name in names if bool((quant.tensors[name].float() + quant.arch.norm_offset == 1).all())]
-
-
-def norm_names(arch: ArchMap) -> list[str]:
-    """The norms in front of the linear layers of every block."""
-    return [f"model.layers.{i}.{norm}.weight" for i in range(arch.n_layers) for norm in _NORMS]

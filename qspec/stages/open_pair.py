@@ -13,7 +13,7 @@ from qspec.bridges import compressed
 from qspec.errors import IntegrityError, SourceError
 from qspec.nn.decoder import Decoder
 from qspec.ops.select import Kernels
-from qspec.records import QuantizedModel, Tokenizer
+from qspec.records import ArchMap, QuantizedModel, Tokenizer
 from qspec.schema.manifest import NAME, Manifest
 from qspec.schema.problems import validate
 from qspec.schema.recipe import Dtype, NgramDraft, Recipe
@@ -123,7 +123,7 @@ def open_pair(folder: str | Path, kernels: Kernels = "auto") -> LoadedPair:
         target,
         draft,
         Decoder.from_quantized(target, max_length=length, **options),
-        _drafter(recipe, draft, length, options),
+        _drafter(recipe, target.arch, draft, length, options),
         draft_length.build(lengths.policy, lengths.k, lengths.max_k),
     )
 
@@ -141,12 +141,14 @@ def compute_dtype(name: Dtype) -> torch.dtype:
     return torch.float32 if name == "auto" else getattr(torch, name)
 
 
-def _drafter(recipe: Recipe, draft: QuantizedModel | None, length: int, options: dict[str, Any]) -> Drafter:
+def _drafter(
+    recipe: Recipe, arch: ArchMap, draft: QuantizedModel | None, length: int, options: dict[str, Any]
+) -> Drafter:
     if isinstance(recipe.draft, NgramDraft):
         return NgramDrafter(recipe.draft.min_ngram, recipe.draft.max_ngram)
     assert draft is not None
     positions = min(length, draft.arch.max_positions)
-    return ModelDrafter(Decoder.from_quantized(draft, max_length=positions, **options))
+    return ModelDrafter(Decoder.from_quantized(draft, max_length=positions, **options), arch.vocab_size, arch.eos_ids)
 
 
 class _TextStream:

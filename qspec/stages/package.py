@@ -64,9 +64,13 @@ def seal(pair: Path, results: Mapping[str, Any], report: Path) -> None:
 
 def stored_dtype(recipe: Recipe, model: QuantizedModel) -> torch.dtype:
     """Type of what is not quantized: the recipe's, or with `auto` the source model's own."""
-    name = recipe.dtype
-    if name == "auto":
-        name = model.config.get("dtype") or model.config.get("torch_dtype") or "float32"
+    dtype: torch.dtype = source_dtype(model.config) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+    return dtype
+
+
+def source_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Type that a model's `config.json` names; float32 if none."""
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype: torch.dtype = getattr(torch, str(name).removeprefix("torch."))
     return dtype
 

@@ -22,6 +22,8 @@ from qspec.stages.preflight import Finding, device_findings, pair_findings, rais
 
 USABLE = 0.9
 """Share of a device's memory that weights and KV may take; the rest is activations and graphs."""
+MOST_PADDING = 1024
+"""Head rows by which models of one tokenizer differ at most."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,10 @@ class PlannedHalf:
 
 @dataclass(frozen=True)
 class PlannedPair:
-    """A recipe resolved against shapes. `draft` None: n-gram or MLP speculator (then `head` has its bytes)."""
+    """A recipe resolved against shapes. `draft` None: n-gram or MLP speculator (then `head` has its bytes).
+
+    own_rows: rows of the draft's head before it gets the target's.
+    """
 
     recipe: Recipe
     sheet: DeviceSheet
@@ -47,6 +52,7 @@ class PlannedPair:
     target: PlannedHalf
     draft: PlannedHalf | None
     head: Footprint | None
+    own_rows: int
 
     @property
     def drafting(self) -> Footprint | None:
@@ -64,14 +70,16 @@ def resolve(recipe: Recipe) -> PlannedPair:
     dtype = recipe.dtype if recipe.dtype != "auto" else "float32" if sheet.capability is None else "bfloat16"
     arch = resolve_arch(recipe.target)
     target = _half(recipe.target.model, arch, recipe.target.quantization, dtype)
-    draft = head = None
+    draft, head, own_rows = None, None, arch.vocab_size
     if isinstance(recipe.draft, ModelDraft):
-        draft = _half(recipe.draft.model, resolve_arch(recipe.draft), recipe.draft.quantization, dtype)
+        own = resolve_arch(recipe.draft)
+        own_rows, padded = own.vocab_size, replace(own, vocab_size=arch.vocab_size)
+        draft = _half(recipe.draft.model, padded, recipe.draft.quantization, dtype)
     elif isinstance(recipe.draft, SelfDraft):
         draft = _half(recipe.target.model, _truncated(arch, recipe.draft.layers), recipe.draft.quantization, dtype)
     elif isinstance(recipe.draft, MlpDraft):
         head = mlp_footprint(recipe.draft, arch, DTYPE_BYTES[dtype])
-    return PlannedPair(recipe, sheet, dtype, target, draft, head)
+    return PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
 
 
 def admit(recipe: Recipe) -> PlannedPair:
@@ -94,7 +102,7 @@ def preview(recipe: Recipe) -> dict[str, Any]:
         "memory": _memory(pair),
         "speed": _speed(pair),
         "time": _time(pair),
-        "exports": [served.model_dump() for served in exports(recipe, pair.sheet, _equal_rows(pair))],
+        "exports": [served.model_dump() for served in exports(recipe, pair.sheet)],
         "commands": {
             "vllm": vllm_command(recipe),
             "transformers": transformers_snippet(recipe, pair.sheet.capability),
@@ -237,10 +245,6 @@ def _capacity(pair: PlannedPair, length: int) -> int | None:
     return None if limit is None else max(0, int((limit - weights) // (kv * length)))
 
 
-def _equal_rows(pair: PlannedPair) -> bool:
-    return pair.draft is None or pair.draft.arch.vocab_size == pair.target.arch.vocab_size
-
-
 def _duo(pair: PlannedPair) -> Duo:
     drafting = pair.drafting
     return Duo(
@@ -314,10 +318,13 @@ def _draft_findings(pair: PlannedPair, draft: PlannedHalf) -> Iterator[Finding]:
             rule = f"is {ratio:.1f} times smaller than the target; from 10 times on drafting is cheap"
             fix = f"a step costs c = {_duo(pair).cost_ratio():.2f} of the target's; see the predicted speedup"
             yield Finding("warning", draft.model, rule, fix)
-    if not _equal_rows(pair):
-        rows = f"heads of {target.arch.vocab_size:,} and {draft.arch.vocab_size:,} rows"
-        rule = "differ in padding; `run` checks that the real tokens are the same, and vLLM wants equal rows"
-        yield Finding("warning", rows, rule, "serve with qspec, or choose a draft with equal rows")
+    if pair.own_rows != target.arch.vocab_size:
+        value = f"heads of {target.arch.vocab_size:,} and {pair.own_rows:,} rows"
+        if abs(pair.own_rows - target.arch.vocab_size) > MOST_PADDING:
+            rule, fix = "look like two tokenizers, and `run` refuses those", "use a draft of the target's family"
+            yield Finding("warning", value, rule, fix)
+        else:
+            yield Finding("note", value, "differ in padding", "the draft gets the target's rows")
     if draft.arch.max_positions < pair.max_length:
         rule = f"the draft knows {draft.arch.max_positions:,} positions, the pair {pair.max_length:,}"
         yield Finding("note", "long contexts", rule, "beyond the draft's positions decoding is plain")

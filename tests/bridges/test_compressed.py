@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,16 @@ from torch import Tensor
 from qspec.bridges import compressed
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import OutputError, RecipeError, SourceError
-from qspec.numerics.formats import SCALE_FLOOR
+from qspec.numerics.blocks import PerGroup
+from qspec.numerics.formats import INT4, SCALE_FLOOR
+from qspec.plan import LayerScheme, QuantPlan, Rule, TensorScheme
 from qspec.records import QLinear, QuantizedModel
 from qspec.schema.recipe import ClipSpec, KVSpec, QuantSpec, RuleSpec
 from qspec.stages.build_plan import build_plan
 from qspec.stages.fuse import fuse
 from qspec.stages.quantize import quantize
-from qspec.stages.transform import fake_activation
-from tests.observed import ROWS, load, observe
+from tests.observed import load, observe
+from tests.served import distance, logits, reference_logits, transformers_model
 from tests.tiny import tiny_model
 
 MIXED = (RuleSpec(match="down_proj", scheme="FP8"), RuleSpec(match=r"re:.*layers\.1\.self_attn\.o_proj", scheme="none"))
@@ -38,7 +39,6 @@ SPECS = {
     "kv_int8": QuantSpec(scheme="W8A8", kv=KVSpec(format="int8", granularity="token_head")),
     "none": QuantSpec(scheme="none", ignore=()),
 }
-IDS = torch.tensor([ROWS[0]])
 
 
 @pytest.fixture(scope="module")
@@ -51,47 +51,6 @@ def quantized(folder: Path, spec: QuantSpec) -> QuantizedModel:
     return fuse(quantize(load(folder), observe(folder), build_plan(spec)))
 
 
-def transformers_model(folder: Path) -> Any:
-    """The checkpoint in transformers; every tensor must have found its place."""
-    from transformers import AutoModelForCausalLM
-
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert {key: value for key, value in info.items() if value} == {}
-    return model.eval()
-
-
-def reference_logits(source: Path, model: QuantizedModel) -> Tensor:
-    """The float model with dequantized weights and inputs rounded as the schemes say; the KV cache stays float."""
-    plain = transformers_model(source)
-    for name, module in plain.named_modules():
-        if name in model.linears:
-            module.weight.data = model.linears[name].weight.dequantize()
-            module.register_forward_pre_hook(_rounds_input(model.linears[name]))
-    return logits(plain)
-
-
-def _rounds_input(linear: QLinear) -> Any:
-    def hook(_module: Any, args: tuple[Tensor, ...]) -> Tensor | None:
-        scheme, scale = linear.activation, linear.input_scale
-        if scheme is None:
-            return None
-        if scheme.dynamic and not scheme.fmt.is_float:  # compressed-tensors maps amax to 127.5, vLLM and qspec to 127
-            scale = args[0][0].abs().amax(-1) / ((scheme.fmt.qmax - scheme.fmt.qmin) / 2)
-        return fake_activation(args[0][0], scheme, scale).unsqueeze(0)
-
-    return hook
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    out: Tensor = model(IDS).logits[0]
-    return out
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
 def same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
@@ -100,7 +59,7 @@ def same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     "name", ["fp8_static", "fp8_dynamic", "fp8_block", "w8a8", "w4a16_g64", "w4a16_g32_head", "mixed"]
 )
 def test_transformers_computes_the_same(source: Path, tmp_path: Path, name: str) -> None:
-    """Would catch a wrong scale shape, packing order, target pattern or status: all load, and compute something else."""
+    """Would catch a wrong scale shape, packing order, target or status: all load, and compute something else."""
     model = quantized(source, SPECS[name])
     compressed.write(model, tmp_path, torch.float32)
     # Same codes, scales and arithmetic; a sum in another order may flip the rounding of a few inputs (FP8: 1 in 16).
@@ -170,6 +129,18 @@ def test_scales_are_float32_beside_bfloat16_weights(source: Path, tmp_path: Path
     assert {stored[n].dtype for n in stored if n.endswith("_scale")} == {torch.float32}
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_zero_points(source: Path, tmp_path: Path) -> None:
+    """Would catch zero points packed along the wrong axis, as llm-compressor's asymmetric checkpoints hold them."""
+    weight = TensorScheme(INT4, PerGroup(32), symmetric=False)
+    plan = QuantPlan(LayerScheme("W4A16_ASYM", weight), (Rule("lm_head", None),))
+    model = quantize(load(source), None, plan)
+    compressed.write(model, tmp_path, torch.float32)
+    assert distance(logits(transformers_model(tmp_path)), reference_logits(source, model)) < 1e-4  # float32 sums only
+    back = compressed.read(tmp_path)
+    for layer, linear in model.linears.items():
+        assert same_tensors(parts(back.linears[layer]), parts(linear)), layer
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma"])

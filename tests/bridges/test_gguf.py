@@ -1,6 +1,5 @@
 """GGUF files: small ones written by the `gguf` library itself, and SmolLM2 where its package is installed."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 import importlib.util
 import json
@@ -17,81 +16,8 @@ from qspec.bridges.gguf_file import GGUFFile
 from qspec.bridges.hf import ByteBPE, arch_from_config, build_tokenizer, load_folder, load_tokenizer
 from qspec.errors import SourceError
 from qspec.records import LoadedModel
+from tests.gguf_files import HEADER, TOKENS, Q, write_gguf
 from tests.tiny import tiny_model
-
-Q = gguf.GGMLQuantizationType
-TOKENS = ["<|end|>", "<|im|>", *sorted(gpt2 for gpt2 in map(chr, range(33, 127))), "Ġ", "ab", "Ġab"]
-HEADER: dict[str, Any] = {"pre": "gpt-2", "model": "gpt2"}
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def ggml_name(name: str) -> str:
-    stem, _, leaf = name.rpartition(".")
-    if not name.startswith(("model.", "lm_head")):
-        return name
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{leaf}"
-    _, _, block, part = stem.split(".", 3)
-    return f"blk.{block}.{NAMES[part]}.{leaf}"
-
-
-def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's row order, as its converter writes it."""
-    return (
-        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    )
-
-
-def write_gguf(
-    path: Path, model: LoadedModel, kind: Q = Q.F32, header: Mapping[str, Any] = HEADER, **extra: Any
-) -> Path:
-    """`model` as a GGUF file. `extra` are further float or text entries, `__` standing for a dot."""
-    arch = model.arch
-    out = gguf.GGUFWriter(str(path), arch.model_type)
-    out.add_context_length(arch.max_positions)
-    out.add_embedding_length(arch.hidden_size)
-    out.add_block_count(arch.n_layers)
-    out.add_feed_forward_length(arch.intermediate_size)
-    out.add_head_count(arch.n_heads)
-    out.add_head_count_kv(arch.n_kv_heads)
-    out.add_key_length(arch.head_dim)
-    out.add_layer_norm_rms_eps(arch.norm_eps)
-    out.add_rope_freq_base(10000.0)
-    out.add_tokenizer_model(header["model"])
-    out.add_tokenizer_pre(header["pre"])
-    out.add_token_list(TOKENS)
-    out.add_token_types([3, 3] + [1] * (len(TOKENS) - 2))
-    out.add_token_merges(["a b", "Ġ ab"])
-    out.add_bos_token_id(1)
-    out.add_eos_token_id(0)
-    for key, value in extra.items():
-        (out.add_string if isinstance(value, str) else out.add_float32)(key.replace("__", "."), value)
-    for name, tensor in model.tensors.items():
-        values = tensor.numpy()
-        if arch.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
-            values = permute(values, arch.n_heads if "q_proj" in name else arch.n_kv_heads)
-        packed = kind if values.ndim == 2 else Q.F32
-        out.add_tensor(ggml_name(name), gguf.quants.quantize(values, packed), raw_dtype=packed)
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_tensors_to_file()
-    out.close()
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +77,7 @@ def test_header_equals_the_library_reader(tmp_path: Path, llama: LoadedModel) ->
 
 def test_linear_rope_scaling_is_kept(tmp_path: Path, llama: LoadedModel) -> None:
     """Would catch a long-context model read with the frequencies of the short one."""
-    scaled = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
+    scaled: dict[str, Any] = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
     arch = load_gguf(write_gguf(tmp_path / "x.gguf", llama, **scaled)).arch
     # the factor divides in float32, once on each side
     torch.testing.assert_close(torch.tensor(arch.rope_inv_freq) * 4, torch.tensor(llama.arch.rope_inv_freq))
@@ -179,7 +105,7 @@ def test_unsupported_files_are_refused_by_name(
 def test_other_architectures_are_refused_by_name(tmp_path: Path, llama: LoadedModel) -> None:
     """Would catch Gemma's shifted norms, or Phi's fused tensors, read as a Llama's."""
     other = replace(llama, arch=replace(llama.arch, model_type="phi3"))
-    with pytest.raises(SourceError, match="architecture 'phi3'.*only llama, qwen2, qwen3"):
+    with pytest.raises(SourceError, match=r"architecture 'phi3'.*only llama, qwen2, qwen3"):
         load_gguf(write_gguf(tmp_path / "x.gguf", other))
 
 
@@ -214,7 +140,7 @@ def test_tokenizer_of_the_header_works(tmp_path: Path, llama: LoadedModel) -> No
 
 def test_start_token_is_added_where_the_header_says_so() -> None:
     """Would catch a model that was trained with a start token and is served without."""
-    spec = {"tokens": TOKENS, "merges": [("a", "b")], "special_ids": [0, 1], "splitter": "gpt-2"}
+    spec: dict[str, Any] = {"tokens": TOKENS, "merges": [("a", "b")], "special_ids": [0, 1], "splitter": "gpt-2"}
     plain = build_tokenizer(ByteBPE(**spec, bos_id=1, eos_id=0, pad_id=None))
     started = build_tokenizer(ByteBPE(**spec, bos_id=1, eos_id=0, pad_id=None, add_bos=True))
     assert started.encode("ab") == [1, *plain.encode("ab")]

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import huggingface_hub
 from huggingface_hub import constants, errors
+from huggingface_hub.utils._paths import filter_repo_objects
 import pytest
 
 from qspec.bridges.hub import MODEL_FILES, fetch_config, fetch_model
@@ -98,7 +99,7 @@ def test_only_safe_files_are_asked_for(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", record)
     fetch("org/tiny", "main")
     files = ["pytorch_model.bin", "modeling_own.py", "consolidated.safetensors", "original/model.safetensors", "x.pkl"]
-    assert list(huggingface_hub.utils.filter_repo_objects(files, allow_patterns=asked["allow_patterns"])) == []
+    assert list(filter_repo_objects(files, allow_patterns=asked["allow_patterns"])) == []
     assert (asked["model"], asked["revision"]) == ("org/tiny", "main")
     shards = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json", "config.json"]
-    assert list(huggingface_hub.utils.filter_repo_objects(shards, allow_patterns=list(MODEL_FILES))) == shards
+    assert list(filter_repo_objects(shards, allow_patterns=list(MODEL_FILES))) == shards

@@ -11,10 +11,11 @@ import torch
 
 from qspec.bridges import hub
 from qspec.errors import SourceError
+from qspec.eval_files import eval_dir
 from qspec.schema.recipe import ModelSpec
 from qspec.stages import load as stage
 from qspec.stages.load import load, locate, resolve_arch, shape_file
-from tests.bridges.test_gguf import write_gguf
+from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model
 
 
@@ -135,7 +136,7 @@ def test_known_shape_needs_no_hub(tmp_path: Path, folder: Path, monkeypatch: pyt
 
 def test_stored_shapes_are_supported_models() -> None:
     """Would catch a shape file that `plan` cannot read, or whose name is not its model's."""
-    files = sorted((stage.eval_dir() / "shapes").glob("*.json"))
+    files = sorted((eval_dir() / "shapes").glob("*.json"))
     assert files
     for file in files:
         arch = resolve_arch(ModelSpec(model=file.stem.replace("--", "/")))

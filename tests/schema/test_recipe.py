@@ -1,0 +1,189 @@
+"""Recipes: read, refused in one line that helps, written back unchanged."""
+
+from pathlib import Path
+from typing import get_args
+
+from hypothesis import given
+from hypothesis import strategies as st
+import pytest
+import yaml
+
+from qspec.errors import RecipeError
+from qspec.schema.devices import read_devices
+from qspec.schema.recipe import (
+    CalibrationSpec,
+    ClipSpec,
+    DataSpec,
+    Device,
+    DraftLengthSpec,
+    KVSpec,
+    ModelDraft,
+    ModelSpec,
+    NgramDraft,
+    QuantSpec,
+    Recipe,
+    RuleSpec,
+    SelfDraft,
+    SmoothingSpec,
+    SpeculationSpec,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+SMALL = "name: t\ntarget: {model: org/m}\ndraft: {kind: self}\n"
+
+
+def refusal(folder: Path, text: str = SMALL, *overrides: str) -> str:
+    path = folder / "r.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        Recipe.read(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_read_and_carry_their_file_name(path: Path):
+    """Would catch a recipe in the folder that no longer parses, or that runs under another name."""
+    assert Recipe.read(path).name == path.stem
+
+
+def test_there_are_recipes():
+    """Would catch the parametrised tests above passing because the folder moved."""
+    assert "smollm2-135m-int8-cpu" in {path.stem for path in RECIPES}
+
+
+def test_every_device_name_has_a_data_sheet():
+    """Would catch a device that recipes accept and nobody has figures for, or the reverse."""
+    assert set(get_args(Device)) == set(read_devices())
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("target.quantization.sheme=FP8", ["target.quantization.sheme", "not a field", "did you mean 'scheme'", "clip"]),
+        ("target.quantization.scheme=W8A7", ["target.quantization.scheme 'W8A7'", "did you mean 'W8A8'"]),
+        ("draft={kind: slef}", ["draft.kind 'slef'", "did you mean 'self'"]),
+        ("draft={model: x}", ["draft.kind", "is required"]),
+        ("draft={kind: model, model: 3}", ["draft.model 3", "must be a string", "quotes"]),
+        ("draft={kind: model, model: m, quantization: {sheme: FP8}}", ["draft.quantization.sheme", "'scheme'"]),
+        ("draft={kind: ngram, min_ngram: 4}", ["draft", "min_ngram 4 is above max_ngram 3", "swap"]),
+        ("calibration.samples=1.5", ["calibration.samples 1.5", "must be an integer", "whole number"]),
+        ("calibration.samples=true", ["calibration.samples True", "must be an integer"]),
+        ("calibration.samples=0", ["calibration.samples 0", "greater than or equal to 1", "larger"]),
+        ("calibration.data=gutenberg", ["calibration.data 'gutenberg'", "must be a list"]),
+        ("calibration.data=[]", ["calibration.data []", "at least 1"]),
+        ("fusion.fold_norms=1", ["fusion.fold_norms 1", "true or false"]),
+        ("speculation.top_p=.nan", ["speculation.top_p nan", "finite"]),
+        ("benchmark.temperatures=[-1.0]", ["benchmark.temperatures", "none below 0"]),
+        ("target.quantization.smoothing.strength=abc", ["smoothing.strength 'abc'", "'auto' or a number"]),
+        ("target.quantization.kv={format: int8}", ["target.quantization.kv", "token_head"]),
+        ("target.quantization.kv.format=fp8_e5m2", ["'fp8_e5m2'", "fp8_e4m3"]),
+        ("target.quantization.method=gptq", ["rounds to nearest", "engine: llmcompressor"]),
+        ("target.quantization.ignore=['re:(']", ["ignore[0]", "no regular expression"]),
+        ("calibration.data=[{name: wikitext2}]", ["evaluation.fidelity.data 'wikitext2'", "calibration text too"]),
+        ("speculation.draft_length={k: 20}", ["k 20 is above max_k 16"]),
+        ("name=Has Space", ["name 'Has Space'", "lower-case"]),
+        ("name.x=1", ["--set 'name.x=1'", "'x' leads into 't'"]),
+        ("nonsense", ["--set 'nonsense'", "dotted.key=value"]),
+        ("seed=[1", ["--set 'seed=[1'", "not valid YAML"]),
+    ],
+)
+def test_bad_values_name_field_rule_and_fix(tmp_path: Path, override: str, parts: list[str]):
+    """Would catch a refusal without the field's path, without the rule, or without what to do."""
+    message = refusal(tmp_path, SMALL, override)
+    assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("name: t\nname: u\n", "line 2, column 1: is not valid YAML (key 'name' is given twice)"),
+        ("a: [1\n", "is not valid YAML"),
+        ("- 1\n", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("name: t\n", "target: is required"),
+        ("1: x\n", "a key must be text"),
+        ("x: &a [*a]\n", "self-referring"),
+        ("x: !!python/object/apply:os.system ['true']\n", "is not valid YAML"),
+        (SMALL + "x: " + "[" * 3000, "is not valid YAML"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path: Path, text: str, part: str):
+    """Would catch a YAML trap (duplicate keys, tags, cycles, depth) that surfaces as a traceback or not at all."""
+    assert part in refusal(tmp_path, text)
+
+
+def test_paths_that_are_no_recipe(tmp_path: Path):
+    """Would catch a traceback for a missing file, a folder, or bytes that are no text."""
+    binary = tmp_path / "weights.gguf"
+    binary.write_bytes(b"GGUF\xff\xfe\x00")
+    for path, part in ((tmp_path / "no.yaml", "does not exist"), (tmp_path, "is a folder"), (binary, "is not UTF-8")):
+        with pytest.raises(RecipeError, match=part):
+            Recipe.read(path)
+
+
+def test_overrides_reach_new_null_and_listed_places(tmp_path: Path):
+    """Would catch an override that is dropped where the recipe leaves a section out, has it null, or has a list."""
+    path = tmp_path / "r.yaml"
+    path.write_text(SMALL + "calibration: {data: [{name: code}]}\nbudget: null\n", encoding="utf-8")
+    overrides = ("target.quantization.kv.granularity=head", "budget.max_kl=1e-3", "calibration.data.0.weight=2.5")
+    recipe = Recipe.read(path, overrides)
+    assert recipe.target.quantization.kv == KVSpec(granularity="head")
+    assert (recipe.budget.max_kl, recipe.calibration.data[0].weight) == (0.001, 2.5)
+
+
+words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=12)
+patterns = words.filter(lambda w: not w.startswith("re:"))
+unit = st.floats(0, 1, exclude_min=True)
+quantizations = st.builds(
+    QuantSpec,
+    engine=st.just("qspec"),
+    method=st.just("rtn"),
+    scheme=st.sampled_from(["W8A8", "FP8", "FP8_BLOCK", "W4A16", "none"]),
+    group_size=st.integers(1, 4096),
+    clip=st.builds(ClipSpec, percentile=st.floats(51, 100)),
+    smoothing=st.none() | st.builds(SmoothingSpec, strength=st.just("auto") | unit),
+    rules=st.lists(st.builds(RuleSpec, match=patterns, scheme=st.just("none"), group_size=st.none()), max_size=2).map(tuple),
+    ignore=st.lists(patterns, max_size=3).map(tuple),
+    kv=st.none() | st.builds(KVSpec, format=st.just("int8"), granularity=st.just("token_head")),
+)
+drafts = st.one_of(
+    st.builds(NgramDraft, kind=st.just("ngram"), min_ngram=st.just(1), max_ngram=st.integers(1, 9)),
+    st.builds(SelfDraft, kind=st.just("self"), layers=st.none() | st.integers(1, 9), quantization=quantizations),
+    st.builds(ModelDraft, kind=st.just("model"), model=words, revision=st.none() | words),
+)
+recipes = st.builds(
+    Recipe,
+    name=st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True),
+    description=words,
+    seed=st.integers(-(2**63), 2**63),
+    target=st.builds(ModelSpec, model=words, revision=st.none() | words, quantization=quantizations),
+    draft=drafts,
+    calibration=st.builds(
+        CalibrationSpec, data=st.just((DataSpec(name="code", weight=1e-5), DataSpec(name="1e5", weight=1e20)))
+    ),
+    speculation=st.builds(
+        SpeculationSpec,
+        draft_length=st.builds(DraftLengthSpec, k=st.integers(1, 16), max_k=st.just(16)),
+        temperature=st.floats(0, 1e30),
+        top_p=unit,
+        max_length=st.none() | st.integers(16, 10**9),
+    ),
+)
+
+
+@given(recipe=recipes)
+def test_dump_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe):
+    """Would catch a value that YAML reads back as another type (`1e5`, `no`, dates), and tags that no one can read."""
+    path = tmp_path_factory.mktemp("round") / "r.yaml"
+    path.write_text(recipe.dump(), encoding="utf-8")
+    assert Recipe.read(path) == recipe
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_dump_of_shipped_recipes_is_plain_yaml(tmp_path: Path, path: Path):
+    """Would catch a dump that only this project's own reader understands."""
+    recipe = Recipe.read(path)
+    assert yaml.safe_load(recipe.dump()) == recipe.as_dict()

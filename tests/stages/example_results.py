@@ -1,0 +1,162 @@
+"""A complete set of made-up results: every part of the report has something to show, some of it hostile."""
+
+from qspec.schema.results import (
+    Acceptance,
+    Accuracy,
+    ArmSpeed,
+    Equality,
+    Fidelity,
+    Measurement,
+    Mismatch,
+    Prediction,
+    Ratio,
+    Results,
+    Speed,
+    Spread,
+    SubTask,
+    TaskResult,
+    TaskRow,
+)
+
+HOSTILE = "<script>alert('x')</script> & \"quotes\" | `code` *bold* [link](http://example.org) </pre>"
+
+
+def measurement(metric: str, value: float, ci: tuple[float, float] | None = None, n: int = 16) -> Measurement:
+    return Measurement(metric=metric, value=value, unit="nats/token", n=n, ci=ci, condition={"data": "wikitext2"})
+
+
+def task(quantized: float = 0.30, verdict: str = "no difference detected, McNemar p = 0.6; …") -> TaskResult:
+    row = TaskRow(task="mmlu_pro_law", doc_id=0, doc_hash="d", prompt_hash="p", original=1.0, quantized=0.0)
+    condition = {"rows_available": 12032, "max_gen_toks": 64, "fewshot": "5", "limit_per_task": 10}
+    return TaskResult(
+        task="mmlu_pro",
+        backend="qspec",
+        original=Measurement(
+            metric="exact_match,custom-extract, original",
+            value=0.32,
+            unit="",
+            n=140,
+            ci=(0.25, 0.4),
+            condition=condition,
+        ),
+        quantized=Measurement(
+            metric="exact_match,custom-extract, quantized", value=quantized, unit="", n=140, ci=(0.23, 0.38)
+        ),
+        difference=Measurement(metric="quantized - original", value=quantized - 0.32, unit="", n=140, ci=(-0.06, 0.02)),
+        recovery=quantized / 0.32,
+        only_original=8,
+        only_quantized=5,
+        p_value=0.58,
+        detectable=0.072,
+        verdict=verdict,
+        original_cut=0.1,
+        quantized_cut=0.12,
+        prompts_cut=3,
+        sub_tasks=(
+            SubTask(task="mmlu_pro_law", n=70, original=0.3, quantized=0.2),
+            SubTask(task="mmlu_pro_math", n=70, original=0.34, quantized=0.4),
+        ),
+        rows=(row,),
+    )
+
+
+def arm(name: str, rate: float, speculative: bool) -> ArmSpeed:
+    def spread(median: float, unit: str) -> Spread:
+        return Spread(median=median, q1=0.9 * median, q3=1.1 * median, n=36, unit=unit)
+
+    return ArmSpeed(
+        arm=name,
+        speculative=speculative,
+        temperature=0.0,
+        ttft=spread(85.3, "ms"),
+        tpot=spread(1000 / rate, "ms/token"),
+        decode_rate=spread(rate, "tokens/s"),
+        total_rate=spread(0.8 * rate, "tokens/s"),
+        weight_bytes=135_000_000,
+        draft_bytes=28_000_000 if speculative else 0,
+        kv_bytes_per_token=23_040,
+        bytes_per_token=140e6,
+        ceiling_tokens_s=250.0,
+        time_share={"draft": 0.2, "verify": 0.7, "other": 0.1}
+        if speculative
+        else {"draft": 0, "verify": 1, "other": 0},
+    )
+
+
+def ratio(name: str, baseline: str, value: float, ci: tuple[float, float]) -> Ratio:
+    speedup = Measurement(metric="time per token", value=value, unit="x", n=12, ci=ci)
+    return Ratio(arm=name, baseline=baseline, temperature=0.0, speedup=speedup, per_prompt=(value,) * 12)
+
+
+def speed(speculation: float = 1.42, mismatches: tuple[Mismatch, ...] = ()) -> Speed:
+    low, high = speculation - 0.1, speculation + 0.1
+    return Speed(
+        arms=(
+            arm("original", 30.0, False),
+            arm("quantized", 55.0, False),
+            arm("quantized + draft", 55.0 * speculation, True),
+        ),
+        ratios=(
+            ratio("quantized", "original", 1.83, (1.7, 1.95)),
+            ratio("quantized + draft", "quantized", speculation, (low, high)),
+        ),
+        acceptance=(
+            Acceptance(
+                arm="quantized + draft",
+                temperature=0.0,
+                category="all",
+                prompts=12,
+                steps=300,
+                drafted=1500,
+                accepted=700,
+                alpha=Measurement(metric="alpha", value=0.71, unit="", n=986, ci=(0.68, 0.74)),
+                tokens_per_step=3.33,
+                per_position=(0.8, 0.6, 0.4, 0.3, 0.2),
+            ),
+        ),
+        predictions=(
+            Prediction(
+                arm="quantized + draft",
+                baseline="quantized",
+                temperature=0.0,
+                alpha=0.71,
+                draft_length=5.0,
+                draft_cost=0.2,
+                verify_cost=1.3,
+                predicted=1.31,
+                measured=speculation,
+            ),
+        ),
+        equality=(
+            Equality(
+                arm="quantized + draft", baseline="quantized", n=36, equal=36 - len(mismatches), mismatches=mismatches
+            ),
+        ),
+        bandwidth=Measurement(metric="memory read", value=36e9, unit="B/s", n=5),
+        condition={"prompts": 12, "data": "spec_bench", "repeats": 3},
+    )
+
+
+def example() -> Results:
+    fidelity = Fidelity(
+        original_perplexity=measurement("perplexity, original", 29.63, (27.0, 32.1)),
+        quantized_perplexity=measurement("perplexity, quantized", 30.51, (27.9, 33.0)),
+        perplexity_ratio=measurement("perplexity, quantized / original", 1.0297, (1.02, 1.04)),
+        kl=measurement("KL(original || quantized)", 0.0213, (0.019, 0.024)),
+        top1_agreement=measurement("top-1 agreement", 0.942, (0.93, 0.95)),
+    )
+    return Results(
+        name="smollm2-135m-w8a8",
+        recipe={
+            "name": "smollm2-135m-w8a8",
+            "description": HOSTILE,
+            "device": "cpu",
+            "budget": {"max_kl": 0.05, "min_recovery": 0.99, "ttft_s": 2.0},
+        },
+        environment={"python": "3.11.9", "torch": "2.13.0", "cpu": HOSTILE, "threads": "2"},
+        digests={"target/model.safetensors": "ab" * 32},
+        accuracy=Accuracy(fidelity=fidelity, tasks=(task(),), skipped=("mmlu_pro with backend hf: no folder",)),
+        speed=speed(),
+        notes={"target": ("model.layers.0: smoothing strength 0.6 (error 0.012)", HOSTILE), "draft": ()},
+        limits=("one machine, one run",),
+    )

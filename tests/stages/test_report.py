@@ -1,0 +1,222 @@
+"""The report: what it claims, that its three forms agree, and that nothing in it can become markup."""
+
+from html.parser import HTMLParser
+from pathlib import Path
+import re
+
+import pytest
+
+from qspec.schema.results import Accuracy, Measurement, Mismatch, Ratio, Results
+from qspec.stages import report_html, report_markdown, verdict
+from qspec.stages.document import Document, Finding, Table, number, percent, size
+from qspec.stages.report import document, report
+from tests.stages.example_results import HOSTILE, example, measurement, ratio, speed, task
+
+
+def _findings(results: Results) -> dict[str, str]:
+    return {finding.text: finding.tone for finding in verdict.findings(results)}
+
+
+def _tone(results: Results, words: str) -> str:
+    tones = [tone for text, tone in _findings(results).items() if words in text]
+    assert len(tones) == 1, (words, list(_findings(results)))
+    return tones[0]
+
+
+def test_the_verdict_comes_first():
+    """Would catch a report that makes its reader search for the answer."""
+    page = document(example())
+    assert page.blocks[0].text == "Verdict"
+    assert isinstance(page.blocks[1], Finding)
+    assert "36 of 36 greedy answers equal" in page.blocks[1].text
+
+
+@pytest.mark.parametrize(
+    ("value", "ci", "tone", "words"),
+    [
+        (1.4, (1.3, 1.5), "good", "faster, 1.40× (95 % CI 1.30 to 1.50, 12 prompts)"),
+        (0.8, (0.7, 0.9), "bad", "slower"),
+        (1.1, (0.9, 1.3), "open", "no clear difference"),
+    ],
+)
+def test_faster_and_slower_need_their_interval(value: float, ci: tuple[float, float], tone: str, words: str):
+    """Would catch a gain claimed from an interval that holds 1."""
+    found = verdict._faster(ratio("a", "b", value, ci))
+    assert found.tone == tone
+    assert words in found.text
+
+
+def test_one_prompt_decides_nothing():
+    """Would catch a verdict from a single prompt, whose bootstrap interval has no width."""
+    speedup = Measurement(metric="t", value=3.0, unit="x", n=1, ci=(3.0, 3.0))
+    single = Ratio(arm="a", baseline="b", temperature=0.0, speedup=speedup, per_prompt=(3.0,))
+    assert verdict._faster(single).tone == "open"
+
+
+def test_a_draft_that_slows_down_is_advised_against():
+    """Would catch the negative result that no peer reports; a draft that pays must not be advised against."""
+    advice = "do not speculate with this draft here: quantized + draft runs at 0.850× the speed of quantized"
+    assert _tone(example().model_copy(update={"speed": speed(0.85)}), advice) == "bad"
+    assert not any("do not speculate" in text for text in _findings(example()))
+
+
+def test_losslessness_is_judged_by_near_ties():
+    """Would catch a fault in verification that is printed as rounding, or rounding printed as a fault."""
+    tie = Mismatch(prompt=1, category="qa", position=9, margin=0.004, near_tie=True)
+    fault = Mismatch(prompt=2, category="qa", position=3, margin=2.5, near_tie=False)
+    ties = example().model_copy(update={"speed": speed(mismatches=(tie,))})
+    assert _tone(ties, "35 of 36 greedy answers equal those of quantized; the other 1 part at near ties") == "good"
+    broken = example().model_copy(update={"speed": speed(mismatches=(tie, fault))})
+    assert _tone(broken, "1 part where no near tie explains it: speculation is not lossless here") == "bad"
+
+
+@pytest.mark.parametrize(
+    ("ci", "tone", "words"),
+    [((0.01, 0.04), "good", "met"), ((0.06, 0.08), "bad", "missed"), ((0.04, 0.06), "open", "undecided")],
+)
+def test_a_budget_is_met_missed_or_undecided(ci: tuple[float, float], tone: str, words: str):
+    """Would catch a budget called met by a point estimate whose interval crosses it."""
+    results = example()
+    assert results.accuracy.fidelity is not None
+    kl = measurement("KL", sum(ci) / 2, ci)
+    fidelity = results.accuracy.fidelity.model_copy(update={"kl": kl})
+    results = results.model_copy(update={"accuracy": Accuracy(fidelity=fidelity)})
+    assert _tone(results, f"KL budget 0.0500 nats/token {words}") == tone
+
+
+def test_other_budgets_and_tasks_speak():
+    """Would catch a budget in the recipe that the report never mentions."""
+    results = example()
+    assert _tone(results, "recovery budget 99.0 % undecided") == "open"
+    texts = [text for text in _findings(results) if "first-token budget 2.00 s met" in text]
+    assert len(texts) == 3
+    loss = task(0.1, "quantized is worse by 22.0 points")
+    worse = loss.model_copy(update={"difference": loss.difference.model_copy(update={"ci": (-0.3, -0.15)})})
+    results = results.model_copy(update={"accuracy": Accuracy(tasks=(worse,))})
+    assert _tone(results, "quantized is worse") == "bad"
+    assert _tone(results, "recovery budget 99.0 % missed") == "bad"
+
+
+def test_limits_are_stated():
+    """Would catch a sub-sample or truncated answers that pass for the benchmark."""
+    text = report_markdown.render(document(example()))
+    for words in (
+        "140 of 12032 items were asked",
+        "answers cut at 64 tokens: 10.0 % / 12.0 %",
+        "3 prompts lost their beginning",
+        "one machine, one run",
+        "backend hf",
+    ):
+        assert words in text
+
+
+def test_nothing_measured_still_gives_a_page():
+    """Would catch a crash on a recipe that switches evaluation and benchmark off."""
+    bare = Results(name="bare", recipe={}, environment={})
+    page = document(bare)
+    assert "nothing was measured" in report_html.render(page)
+    assert "nothing was measured" in report_markdown.render(page)
+
+
+class _Page(HTMLParser):
+    """Collects tags, attributes and text; fails on tags that do not nest."""
+
+    VOID = ("meta", "rect", "path", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text.append(data)
+
+
+def test_html_is_self_contained_and_escaped():
+    """Would catch a page that loads something, runs something, or lets a model's name become markup."""
+    text = report_html.render(document(example()))
+    page = _Page(text)
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "a"}
+    assert not [k for _, attributes in page.tags for k in attributes if k.startswith("on") or k in ("src", "href")]
+    assert "url(" not in text
+    assert "@import" not in text
+    assert HOSTILE in "".join(page.text)
+    assert {"viewport"} <= {attributes.get("name") for tag, attributes in page.tags if tag == "meta"}
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+
+
+def test_charts_stay_inside_and_name_their_values():
+    """Would catch bars without a text for screen readers, and bars or whiskers drawn outside the chart."""
+    page = _Page(report_html.render(document(example())))
+    charts = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(charts) == 3 + 2 + 3  # speeds, ratios, time shares
+    assert all(chart["role"] == "img" and re.search(r"\d", chart["aria-label"] or "") for chart in charts)
+    widths = [float(attributes["width"] or 0) for tag, attributes in page.tags if tag == "rect"]
+    assert max(widths) <= report_html.WIDTH
+    assert min(widths) >= 0
+
+
+def test_markdown_escapes_markup():
+    """Would catch text that becomes a tag, a link, a table cell or a code fence in Markdown."""
+    text = report_markdown.render(document(example()))
+    outside = re.sub(r"(`{3,})\n.*?\n\1", "", text, flags=re.S)
+    assert "<script>" not in outside
+    assert not re.search(r"(?<!\\)\]\(", outside)
+    tables = [line for line in outside.splitlines() if line.startswith("|")]
+    assert tables
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in tables if "python" in line or "cpu" in line}) == 1
+    hostile = Document("# t", "- item", (Table("c", ("", "v"), (("a|b", "`1`"),)),))
+    assert r"a\|b" in report_markdown.render(hostile)
+
+
+def test_the_three_files_hold_the_same_numbers(tmp_path: Path):
+    """Would catch a page that rounds or computes on its own, beside results that say otherwise."""
+    path = report(example(), tmp_path / "report")
+    assert path.name == "report.html"
+    assert Results.read(path.with_name("results.json")) == example()
+    html, markdown = path.read_text(encoding="utf-8"), path.with_name("report.md").read_text(encoding="utf-8")
+    for block in document(example()).blocks:
+        if isinstance(block, Table) and block.caption != "Environment":
+            for row in block.rows:
+                for cell in row[1:]:
+                    assert report_html.escape(cell) in html
+                    assert report_markdown._text(cell) in markdown
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.4249, "1.42"),
+        (12345.6, "12,346"),
+        (0.000341, "0.000341"),
+        (0.0, "0"),
+        (99.96, "100.0"),
+        (float("nan"), "–"),
+        (float("-inf"), "-∞"),
+        (3e-9, "3.00e-09"),
+    ],
+)
+def test_numbers_are_readable(value: float, text: str):
+    """Would catch exponents for ordinary numbers, lost digits, and a crash on what is not finite."""
+    assert number(value) == text
+
+
+def test_sizes_and_shares():
+    """Would catch binary units under decimal names."""
+    assert (size(135e6), size(23_040), size(12)) == ("135 MB", "23.0 kB", "12.0 B")
+    assert percent(0.9421) == "94.2 %"
