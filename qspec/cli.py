@@ -41,6 +41,7 @@ app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty
 _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 """The command-line parser's own error class; typer exports only this subclass of it."""
 
+INTERRUPTED = 130
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file, for example one of recipes/.")]
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="Folder that holds pair.json.")]
 Overrides = Annotated[
@@ -54,13 +55,16 @@ Overrides = Annotated[
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 done, 2 refused (one line on stderr), 130 interrupted."""
     try:
-        return app(args=argv, prog_name="qspec", standalone_mode=False) or 0
+        status = app(args=argv, prog_name="qspec", standalone_mode=False) or 0
     except QspecError as e:
         return _fail(str(e), 2)
     except _USAGE_ERROR as e:
         return _fail(f"{e.format_message().rstrip('.')}; see qspec --help", 2)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted; `qspec run … --resume` continues a run", 130)
+        status = INTERRUPTED
+    if status == INTERRUPTED:  # typer may have caught the interrupt itself
+        return _fail("interrupted; `qspec run … --resume` continues a run", status)
+    return int(status)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from qspec.bridges import compressed, oneshot
-from qspec.bridges.text import calibration_rows
+from qspec.bridges.text import calibration_rows, require_data
 from qspec.errors import OutputError
 from qspec.nn.decoder import Decoder
 from qspec.progress import Progress, setup_log
@@ -63,10 +63,12 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
     """
     out, progress = Path(out), progress or Progress()
     planned = admit(recipe)
-    if _open_folder(recipe, planned, out, resume):
+    if _is_complete(recipe, out, resume):
         progress.say(f"{out} is complete already")
         return out / "pair"
     originals = load_originals(recipe, progress)
+    require_data(recipe)
+    _claim(recipe, planned, out)
     pair = out / "pair"
     if not pair.exists():
         target, draft = quantize_halves(recipe, originals, out / "work", progress)
@@ -215,25 +217,30 @@ def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed)
     )
 
 
-def _open_folder(recipe: Recipe, planned: PlannedPair, out: Path, resume: bool) -> bool:
-    """Claim `out` for this recipe; True if a finished run of it is there already."""
+def _is_complete(recipe: Recipe, out: Path, resume: bool) -> bool:
+    """Whether `out` holds the finished run of this recipe; raises `OutputError` if it may not be written to."""
     saved = out / "recipe.yaml"
-    if saved.exists():
-        if not resume:
-            raise OutputError(str(out), "holds a run already", "continue it with --resume, or choose another --out")
-        if Recipe.read(saved) != recipe:
-            raise OutputError(str(out), "holds a run of another recipe", "choose another --out, or remove the folder")
-        if _is_sealed(out / "pair"):
-            check(out / "pair")
-            return True
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputError(str(out), "is not an empty folder", "choose another --out")
+    if not saved.exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise OutputError(str(out), "is not an empty folder", "choose another --out")
+        return False
+    if not resume:
+        raise OutputError(str(out), "holds a run already", "continue it with --resume, or choose another --out")
+    if Recipe.read(saved) != recipe:
+        raise OutputError(str(out), "holds a run of another recipe", "choose another --out, or remove the folder")
+    sealed = _is_sealed(out / "pair")
+    if sealed:
+        check(out / "pair")
+    return sealed
+
+
+def _claim(recipe: Recipe, planned: PlannedPair, out: Path) -> None:
+    """Take `out` for this recipe, if its disk has the room."""
     halves = [half for half in (planned.target.bytes, planned.drafting) if half is not None]
     # both halves lie in work/ and in pair/ until the run ends; the original once more for backend hf
     require_space(out, 2 * sum(half.resident for half in halves) + planned.target.plain.resident)
-    atomic_write(saved, recipe.dump())
+    atomic_write(out / "recipe.yaml", recipe.dump())
     setup_log(out / "run.log")
-    return False
 
 
 def _is_sealed(pair: Path) -> bool:

@@ -1,7 +1,8 @@
 """Text for calibration, fidelity and speed: named data sets (`eval/datasets.yaml`) and the user's own files.
 
-Rows come from the folder `$QSPEC_DATA` when it holds the file, else through `datasets`. Calibration reads the first
-half of a data set's rows and `windows` the second, so a model is never judged on the text it was calibrated on.
+Rows come from the folder `$QSPEC_DATA` (default `../shared/data`) when it holds the file, else through `datasets`.
+Calibration reads the first half of a data set's rows and `windows` the second, so a model is never judged on the text
+it was calibrated on.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,9 +16,9 @@ from typing import Any, TypedDict
 
 from qspec.errors import RecipeError, SourceError
 from qspec.records import Tokenizer
-from qspec.schema.datasets import DataSet, LocalFile, RemoteSet, dataset
+from qspec.schema.datasets import DataSet, LocalFile, RemoteSet, dataset, read_datasets
 from qspec.schema.problems import closest
-from qspec.schema.recipe import CalibrationSpec
+from qspec.schema.recipe import CalibrationSpec, Recipe
 
 Row = dict[str, Any]
 Messages = list[dict[str, str]]
@@ -43,6 +44,15 @@ def load_rows(name: str, limit: int | None = None) -> list[Row]:
         return list(islice(_read_file(path), limit))
     most = min(n for n in (limit, entry.remote.rows, 10**9) if n is not None)
     return list(islice(_stream(name, entry.remote), most))
+
+
+def require_data(recipe: Recipe) -> None:
+    """Read one row of every data set that the recipe names, so that a missing one is refused before compute."""
+    names = [source.name for source in recipe.calibration.data]
+    names += [recipe.evaluation.fidelity.data] if recipe.evaluation.fidelity else []
+    names += [task.name for task in recipe.evaluation.tasks if task.name in read_datasets()]
+    for name in dict.fromkeys([*names, recipe.benchmark.prompts]):
+        load_rows(name, limit=1)
 
 
 def local_files(name: str) -> dict[str, Path]:
@@ -141,9 +151,8 @@ def _find(name: str) -> tuple[DataSet, Path | None]:
 
 
 def _local(file: str) -> Path | None:
-    folder = os.environ.get("QSPEC_DATA")
-    path = Path(folder).expanduser() / file if folder else None
-    return path if path is not None and path.is_file() else None
+    path = Path(os.environ.get("QSPEC_DATA", "../shared/data")).expanduser() / file
+    return path if path.is_file() else None
 
 
 def _text_fields(name: str) -> tuple[str, ...]:

@@ -65,11 +65,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Details:
-    """Material for those who look for it, folded by default: lines of text or preformatted code."""
+    """Lines of text or preformatted code under a title; `folded` ones are for those who look for them."""
 
     title: str
     lines: tuple[str, ...]
     code: bool = False
+    folded: bool = True
 
 
 Block = Heading | Finding | Paragraph | Table | Bars | Stack | Details

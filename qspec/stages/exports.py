@@ -113,7 +113,7 @@ def _vllm_kv(kv: KVSpec | None, sheet: DeviceSheet) -> Served:
         if sheet.capability is None:
             served, detail = False, "per-token-head KV on CPU loads and then writes garbage; use granularity: tensor"
     elif kv.scales == "cast":
-        detail = f"serve flag {flag}, scale 1.0; nothing stored"
+        detail = f"kv_cache_scheme in config.json with every scale 1.0, flag {flag}"
     else:
         detail = f"kv_cache_scheme in config.json with stored k_scale and v_scale, flag {flag}"
         detail += "; per-head scales collapse to their maximum on CPU" if _collapses(kv, sheet) else ""

@@ -70,7 +70,7 @@ def rates(sheet: DeviceSheet, schemes: Mapping[str, LayerScheme | None]) -> Rate
     if sheet.bandwidth_tb_s is None or sheet.bf16_tflops is None:
         return None
     formats = [s.activation.fmt.name if s and s.activation else "float" for s in schemes.values()]
-    most = max(dict.fromkeys(formats), key=formats.count)
+    most = max(dict.fromkeys(formats), key=formats.count, default="float")
     matmul = {"int8": sheet.int8_tflops, "fp8_e4m3": sheet.fp8_tflops}.get(most) or sheet.bf16_tflops
     return Rates(sheet.bandwidth_tb_s * 1e12, matmul * 1e12, sheet.bf16_tflops * 1e12)
 

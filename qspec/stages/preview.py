@@ -251,7 +251,7 @@ def _duo(pair: PlannedPair) -> Duo:
         pair.target.bytes.cost,
         drafting.cost if drafting is not None else None,
         rates(pair.sheet, pair.target.schemes),
-        rates(pair.sheet, pair.draft.schemes if pair.draft is not None else {"": None}),
+        rates(pair.sheet, pair.draft.schemes if pair.draft is not None else {}),
         max_batch=max(1, _capacity(pair, CONTEXT) or 1),
     )
 

@@ -55,52 +55,31 @@ def _accuracy(accuracy: Accuracy) -> list[Block]:
     blocks: list[Block] = [Heading("Accuracy")]
     if accuracy.fidelity is not None:
         measurements = accuracy.fidelity.measurements()
-        rows = tuple((m.metric, number(m.value, 4), interval(m.ci, 4), m.unit, str(m.n)) for m in measurements)
+        rows = tuple((m.metric, number(m.value), interval(m.ci), m.unit, str(m.n)) for m in measurements)
         caption = f"Fidelity to the original on held-out text ({_condition(measurements[0].condition)})"
         blocks.append(Table(caption, ("", "value", "95 % CI", "unit", "windows"), rows))
-    if accuracy.tasks:
-        blocks.append(_tasks(accuracy.tasks))
     for task in accuracy.tasks:
-        blocks.append(Paragraph(f"{task.task} ({task.backend}): {task.verdict}."))
-        blocks.append(Details(f"{task.task} ({task.backend}): conditions", _lines(task.original.condition)))
-        if len(task.sub_tasks) > 1:
-            blocks.append(_sub_tasks(task))
+        blocks += _task(task)
     return blocks if len(blocks) > 1 else [*blocks, Paragraph("Not measured.")]
 
 
-def _tasks(tasks: tuple[TaskResult, ...]) -> Table:
-    columns = (
-        "task (backend)",
-        "items",
-        "original",
-        "95 % CI",
-        "quantized",
-        "95 % CI",
-        "difference",
-        "95 % CI",
-        "recovery",
-        "right in original / quantized only",
-        "McNemar p",
-        "answers cut (original / quantized)",
+def _task(task: TaskResult) -> list[Block]:
+    """Both arms' scores, the paired difference, and what may be concluded from it."""
+    label, metric = f"{task.task} ({task.backend})", task.original.metric.rpartition(", ")[0]
+    arms = (("original", task.original, task.original_cut), ("quantized", task.quantized, task.quantized_cut))
+    rows = [(arm, percent(score.value), _percents(score.ci), percent(cut)) for arm, score, cut in arms]
+    rows.append(("quantized - original", percent(task.difference.value), _percents(task.difference.ci), ""))
+    table = Table(
+        f"{label}, {metric}: {task.original.n} items, paired one by one (lm-evaluation-harness)",
+        ("", "score", "95 % CI", "answers cut"),
+        tuple(rows),
     )
-    rows = tuple(
-        (
-            f"{t.task} ({t.backend}), {t.original.metric.rpartition(', ')[0]}",
-            str(t.original.n),
-            percent(t.original.value),
-            _percents(t.original.ci),
-            percent(t.quantized.value),
-            _percents(t.quantized.ci),
-            percent(t.difference.value),
-            _percents(t.difference.ci),
-            "–" if t.recovery is None else percent(t.recovery),
-            f"{t.only_original} / {t.only_quantized}",
-            "–" if t.p_value is None else number(t.p_value, 2),
-            f"{percent(t.original_cut)} / {percent(t.quantized_cut)}",
-        )
-        for t in tasks
-    )
-    return Table("Tasks (lm-evaluation-harness), both arms paired item by item", columns, rows)
+    alone = f"Right in one arm only: original {task.only_original}, quantized {task.only_quantized} items."
+    kept = "" if task.recovery is None else f" Score kept: {percent(task.recovery)}."
+    blocks: list[Block] = [table, Paragraph(f"{label}: {task.verdict}. {alone}{kept}")]
+    if len(task.sub_tasks) > 1:
+        blocks.append(_sub_tasks(task))
+    return [*blocks, Details(f"{label}: conditions", _lines(task.original.condition))]
 
 
 def _sub_tasks(task: TaskResult) -> Table:
@@ -256,7 +235,7 @@ def _limits(results: Results) -> list[Block]:
             lines.append(f"{task.task} ({task.backend}): {task.prompts_cut} prompts lost their beginning (context).")
     if results.speed is not None:
         lines.append("Speed was measured with one request at a time; batches behave differently.")
-    return [Heading("Limits"), Details(f"{len(lines)} limits of these measurements", tuple(lines))] if lines else []
+    return [Heading("Limits"), Details("What these numbers do not show", tuple(lines), folded=False)] if lines else []
 
 
 def _provenance(results: Results) -> list[Block]:

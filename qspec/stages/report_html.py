@@ -15,16 +15,15 @@ body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 sys
 main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; padding-top: .8rem; border-top: 1px solid var(--line); }
-.subtitle, figcaption, caption { color: var(--soft); font-size: .9rem; text-align: left; }
+.subtitle, figcaption { color: var(--soft); font-size: .9rem; text-align: left; }
 .subtitle { margin: .3rem 0 1.4rem; overflow-wrap: anywhere; }
 .findings { list-style: none; margin: 0; padding: 0; }
 .findings li { display: flex; gap: .7rem; padding: .4rem 0; border-bottom: 1px solid var(--line); }
 .findings b { flex: none; width: 6.5rem; font-size: .8rem; line-height: 1.5rem; text-transform: uppercase; }
 .good b { color: var(--good); } .bad b { color: var(--bad); } .open b { color: var(--open); }
 .plain b { color: var(--soft); }
-.wide { overflow-x: auto; margin: .8rem 0; }
+.wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
-caption { padding-bottom: .3rem; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; white-space: normal; }
@@ -44,12 +43,13 @@ details { border-bottom: 1px solid var(--line); padding: .4rem 0; }
 summary { cursor: pointer; }
 pre { overflow-x: auto; background: var(--tint); padding: .8rem; font-size: .82rem; }
 @media (max-width: 34rem) { .bar { grid-template-columns: 1fr auto; } .bar svg { grid-column: 1 / -1; grid-row: 2; }
-  .findings li { display: block; } }
+  .findings li, .findings b { display: block; } }
 @media print { :root { --page: #fff; --ink: #000; --soft: #333; --line: #bbb; --tint: #eee; }
   h2, figure, tr, li { break-inside: avoid; } h2 { break-after: avoid; } .wide { overflow: visible; }
+  details::details-content { content-visibility: visible; block-size: auto; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
-TONES = {"good": "yes", "bad": "no", "open": "undecided", "plain": "note"}
+TONES = {"good": "pass", "bad": "fail", "open": "undecided", "plain": "note"}
 FILLS = ("a", "b", "c")
 WIDTH = 1000
 """Units across a chart; it stretches to the page."""
@@ -90,17 +90,17 @@ def _block(block: Block) -> str:
             return _bars(block)
         case Stack():
             return _stack(block)
-        case Details(title, lines, code):
+        case Details(title, lines, code, folded):
             inner = f"<pre>{escape(chr(10).join(lines))}</pre>" if code else _list(lines)
-            return f"<details><summary>{escape(title)}</summary>{inner}</details>"
+            return f"<details{'' if folded else ' open'}><summary>{escape(title)}</summary>{inner}</details>"
 
 
 def _table(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = "".join(f"<tr>{_cells(row)}</tr>" for row in table.rows)
     return (
-        f'<div class="wide"><table><caption>{escape(table.caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f'<figure><figcaption>{escape(table.caption)}</figcaption><div class="wide"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></figure>"
     )
 
 

@@ -9,8 +9,11 @@ TONES = {"good": "✔", "bad": "✘", "open": "?", "plain": "·"}
 
 def render(document: Document) -> str:
     """The whole page."""
-    blocks = "\n".join(_block(block) for block in document.blocks)
-    return f"# {_text(document.title)}\n\n{_text(document.subtitle)}\n\n{blocks}"
+    parts = [f"# {_text(document.title)}\n", f"{_text(document.subtitle)}\n"]
+    for block, following in zip(document.blocks, [*document.blocks[1:], None], strict=True):
+        last_of_list = isinstance(block, Finding) and not isinstance(following, Finding)
+        parts.append(_block(block) + "\n" * last_of_list)
+    return "\n".join(parts)
 
 
 def _block(block: Block) -> str:

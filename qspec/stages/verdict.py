@@ -3,6 +3,9 @@
 from qspec.schema.results import Equality, Measurement, Ratio, Results, Speed, TaskResult
 from qspec.stages.document import Finding, Tone, interval, number, percent
 
+MANY_CUT = 0.2
+"""Share of truncated answers from which a score is called weak evidence."""
+
 
 def findings(results: Results) -> list[Finding]:
     """The verdict, most important first: losslessness, accuracy, speed, whether to speculate, budgets."""
@@ -12,7 +15,7 @@ def findings(results: Results) -> list[Finding]:
     found += [_task(task) for task in results.accuracy.tasks]
     if results.speed is not None:
         found += [_faster(ratio) for ratio in results.speed.ratios]
-        found += _advice(results.speed)
+        found += [*_advice(results.speed), *_fastest(results.speed)]
     return [*found, *_budgets(results)] or [Finding("plain", "nothing was measured")]
 
 
@@ -30,7 +33,11 @@ def _lossless(equality: Equality) -> Finding:
 
 def _task(task: TaskResult) -> Finding:
     tone: Tone = "bad" if "is worse" in task.verdict else "good" if "is better" in task.verdict else "open"
-    return Finding(tone, f"{task.task} ({task.backend}): {task.verdict}")
+    cut = max(task.original_cut, task.quantized_cut)
+    caution = f"; {percent(cut)} of the answers were cut at the token limit, so the score says little" * (
+        cut > MANY_CUT
+    )
+    return Finding(tone, f"{task.task} ({task.backend}): {task.verdict}{caution}")
 
 
 def _faster(ratio: Ratio) -> Finding:
@@ -59,6 +66,17 @@ def _advice(speed: Speed) -> list[Finding]:
     return advice
 
 
+def _fastest(speed: Speed) -> list[Finding]:
+    """The arm to use, by median decoding speed, at every temperature."""
+    found: list[Finding] = []
+    for temperature in dict.fromkeys(arm.temperature for arm in speed.arms):
+        best = max((a for a in speed.arms if a.temperature == temperature), key=lambda a: a.decode_rate.median)
+        at = f" at temperature {temperature:g}" if temperature else ""
+        text = f"fastest arm{at}: {best.arm}, {number(best.decode_rate.median)} tokens/s (median of {best.tpot.n} runs)"
+        found.append(Finding("plain", text))
+    return found
+
+
 def _budgets(results: Results) -> list[Finding]:
     budget = results.recipe.get("budget") or {}
     found: list[Finding] = []
@@ -68,13 +86,19 @@ def _budgets(results: Results) -> list[Finding]:
     if (limit := budget.get("min_recovery")) is not None:
         found += [_recovery(task, limit) for task in results.accuracy.tasks if task.recovery is not None]
     if (limit := budget.get("ttft_s")) is not None and speed is not None:
-        for arm in speed.arms:
-            met = arm.ttft.median <= 1000 * limit
-            text = f"first-token budget {number(limit)} s {'met' if met else 'missed'}"
-            found.append(
-                Finding("good" if met else "bad", f"{text}: {arm.arm} needs {number(arm.ttft.median)} ms (median)")
-            )
+        found.append(_first_token(speed, limit))
     return found
+
+
+def _first_token(speed: Speed, limit: float) -> Finding:
+    name = f"first-token budget {number(limit)} s"
+    late = [arm for arm in speed.arms if arm.ttft.median > 1000 * limit]
+    if late:
+        arms = ", ".join(f"{arm.arm} ({number(arm.ttft.median)} ms)" for arm in late)
+        return Finding("bad", f"{name} missed (median): {arms}")
+    slowest = max(speed.arms, key=lambda arm: arm.ttft.median)
+    text = f"{name} met by every arm; slowest: {slowest.arm}, {number(slowest.ttft.median)} ms (median)"
+    return Finding("good", text)
 
 
 def _recovery(task: TaskResult, limit: float) -> Finding:

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydantic import ValidationError
 import pytest
 
@@ -65,7 +64,9 @@ def test_other_files_are_refused_in_one_line(raw: bytes):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a\\b", "", ".", "a//b", "./a", "a/", "pair.json", "a\0b"])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../x", "a/../../x", "a\\b", "", ".", "a//b", "./a", "a/", "pair.json", "a\0b"]
+)
 def test_paths_stay_inside_the_pair(path: str):
     """Would catch a manifest that makes `check` read, or a download write, outside the pair's folder."""
     with pytest.raises(ValidationError):

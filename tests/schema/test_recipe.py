@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import get_args
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 import pytest
 import yaml
 
@@ -62,7 +61,10 @@ def test_every_device_name_has_a_data_sheet():
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("target.quantization.sheme=FP8", ["target.quantization.sheme", "not a field", "did you mean 'scheme'", "clip"]),
+        (
+            "target.quantization.sheme=FP8",
+            ["target.quantization.sheme", "not a field", "did you mean 'scheme'", "clip"],
+        ),
         ("target.quantization.scheme=W8A7", ["target.quantization.scheme 'W8A7'", "did you mean 'W8A8'"]),
         ("draft={kind: slef}", ["draft.kind 'slef'", "did you mean 'self'"]),
         ("draft={model: x}", ["draft.kind", "is required"]),
@@ -145,7 +147,9 @@ quantizations = st.builds(
     group_size=st.integers(1, 4096),
     clip=st.builds(ClipSpec, percentile=st.floats(51, 100)),
     smoothing=st.none() | st.builds(SmoothingSpec, strength=st.just("auto") | unit),
-    rules=st.lists(st.builds(RuleSpec, match=patterns, scheme=st.just("none"), group_size=st.none()), max_size=2).map(tuple),
+    rules=st.lists(st.builds(RuleSpec, match=patterns, scheme=st.just("none"), group_size=st.none()), max_size=2).map(
+        tuple
+    ),
     ignore=st.lists(patterns, max_size=3).map(tuple),
     kv=st.none() | st.builds(KVSpec, format=st.just("int8"), granularity=st.just("token_head")),
 )

@@ -60,6 +60,14 @@ def test_a_draft_that_slows_down_is_advised_against():
     assert not any("do not speculate" in text for text in _findings(example()))
 
 
+def test_the_fastest_arm_is_named():
+    """Would catch a reader left to find the arm to use, or one named that is not the fastest."""
+    assert _tone(example(), "fastest arm: quantized + draft, 78.1 tokens/s (median of 36 runs)") == "plain"
+    assert (
+        _tone(example().model_copy(update={"speed": speed(0.85)}), "fastest arm: quantized, 55.0 tokens/s") == "plain"
+    )
+
+
 def test_losslessness_is_judged_by_near_ties():
     """Would catch a fault in verification that is printed as rounding, or rounding printed as a fault."""
     tie = Mismatch(prompt=1, category="qa", position=9, margin=0.004, near_tie=True)
@@ -88,13 +96,22 @@ def test_other_budgets_and_tasks_speak():
     """Would catch a budget in the recipe that the report never mentions."""
     results = example()
     assert _tone(results, "recovery budget 99.0 % undecided") == "open"
-    texts = [text for text in _findings(results) if "first-token budget 2.00 s met" in text]
-    assert len(texts) == 3
+    assert _tone(results, "first-token budget 2.00 s met by every arm; slowest: original, 85.3 ms") == "good"
+    late = results.model_copy(update={"recipe": {"budget": {"ttft_s": 0.05}}})
+    assert _tone(late, "first-token budget 0.0500 s missed (median): original (85.3 ms), quantized (85.3 ms)") == "bad"
     loss = task(0.1, "quantized is worse by 22.0 points")
     worse = loss.model_copy(update={"difference": loss.difference.model_copy(update={"ci": (-0.3, -0.15)})})
     results = results.model_copy(update={"accuracy": Accuracy(tasks=(worse,))})
     assert _tone(results, "quantized is worse") == "bad"
     assert _tone(results, "recovery budget 99.0 % missed") == "bad"
+
+
+def test_a_score_of_cut_answers_is_called_weak():
+    """Would catch "no difference" concluded from answers that never reached their end."""
+    cut = task().model_copy(update={"quantized_cut": 0.9})
+    results = example().model_copy(update={"accuracy": Accuracy(tasks=(cut,))})
+    assert _tone(results, "90.0 % of the answers were cut at the token limit, so the score says little") == "open"
+    assert not any("says little" in text for text in _findings(example()))
 
 
 def test_limits_are_stated():

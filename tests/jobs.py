@@ -1,0 +1,31 @@
+"""Complete small jobs on tiny models and text of the user's own, for tests that need a whole run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qspec.schema.recipe import Recipe
+from tests.tiny import TEXT
+
+INT8 = {"scheme": "W8A8", "smoothing": {"strength": "auto"}, "kv": {"format": "fp8_e4m3"}}
+INT4 = {"scheme": "W4A16", "group_size": 32}
+SELF_DRAFT = {"kind": "self", "quantization": INT4}
+NGRAM_DRAFT = {"kind": "ngram"}
+
+
+def job(folder: Path, model: Path, draft: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+    """A recipe that runs in a second or two; `sections` replace its own."""
+    calibration, held_out, prompts = folder / "calibration.txt", folder / "held_out.txt", folder / "prompts.jsonl"
+    for path in (calibration, held_out):
+        path.write_text("\n\n".join([TEXT] * 12), encoding="utf-8")
+    requests = [{"text": "The quick brown fox", "category": "prose"}, {"text": "0, 12 and", "category": "numbers"}]
+    prompts.write_text("\n".join(map(json.dumps, requests)), encoding="utf-8")
+    recipe = {
+        "name": "tiny",
+        "target": {"model": str(model), "quantization": INT8},
+        "draft": draft or SELF_DRAFT,
+        "calibration": {"data": [{"name": str(calibration)}], "samples": 4, "length": 32},
+        "evaluation": {"fidelity": {"data": str(held_out), "windows": 2, "length": 32}, "tasks": []},
+        "benchmark": {"prompts": str(prompts), "max_new_tokens": 8, "repeats": 1},
+    }
+    return Recipe.model_validate(recipe | sections)

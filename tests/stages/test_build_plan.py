@@ -1,0 +1,137 @@
+"""Scheme names to formats, and the rules of fused groups, groups and tiles."""
+
+from dataclasses import replace
+
+import pytest
+
+from qspec.errors import RecipeError
+from qspec.numerics.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from qspec.records import ArchMap
+from qspec.schema.recipe import ClipSpec, KVSpec, QuantSpec, RuleSpec, SmoothingSpec
+from qspec.stages.build_plan import (
+    build_plan,
+    layer_scheme,
+    needs_statistics,
+    resolve_plan,
+    scheme_label,
+    validate_plan,
+)
+
+ARCH = ArchMap(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    n_layers=2,
+    hidden_size=256,
+    intermediate_size=384,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=64,
+    vocab_size=512,
+    max_positions=128,
+    rope_inv_freq=(1.0,) * 32,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "activation"),
+    [
+        ("W8A8", ("int8", PerChannel(), False), ("int8", PerToken(), True)),
+        ("FP8", ("fp8_e4m3", PerTensor(), False), ("fp8_e4m3", PerTensor(), False)),
+        ("FP8_DYNAMIC", ("fp8_e4m3", PerChannel(), False), ("fp8_e4m3", PerToken(), True)),
+        ("FP8_BLOCK", ("fp8_e4m3", PerBlock(128, 128), False), ("fp8_e4m3", PerGroup(128), True)),
+        ("W4A16", ("int4", PerGroup(64), False), None),
+    ],
+)
+def test_schemes_are_the_presets_of_that_name(name: str, weight: tuple, activation: tuple | None):
+    """Would catch a scheme name that means something else here than in compressed-tensors and vLLM."""
+    scheme = layer_scheme(name, 64)
+    assert (scheme.weight.fmt.name, scheme.weight.granularity, scheme.weight.dynamic) == weight
+    found = scheme.activation and (scheme.activation.fmt.name, scheme.activation.granularity, scheme.activation.dynamic)
+    assert found == activation
+
+
+def test_ignore_rules_clip_and_kv_reach_the_plan():
+    """Would catch a recipe field that the plan drops."""
+    spec = QuantSpec(
+        clip=ClipSpec(method="percentile", percentile=99.0),
+        rules=(RuleSpec(match="down_proj", scheme="W4A16", group_size=32),),
+        kv=KVSpec(granularity="head", scales="cast"),
+    )
+    plan = build_plan(spec)
+    schemes = resolve_plan(plan, ARCH)
+    assert schemes["lm_head"] is None
+    assert scheme_label(schemes["model.layers.1.mlp.down_proj"]) == "W4A16 g32 percentile"
+    assert scheme_label(schemes["model.layers.1.mlp.up_proj"]) == "W8A8 percentile"
+    assert schemes["model.layers.0.mlp.up_proj"].weight.clip.percentile == 99.0
+    assert (plan.kv.fmt.name, plan.kv.granularity, plan.kv.scales) == ("fp8_e4m3", "head", "cast")
+
+
+@pytest.mark.parametrize("part", ["q_proj", "v_proj", "gate_proj"])
+def test_a_fused_group_has_one_scheme(part: str):
+    """Would catch mixed schemes inside a merged matmul, which servers refuse at load."""
+    spec = QuantSpec(rules=(RuleSpec(match=part, scheme="none"),))
+    with pytest.raises(RecipeError, match="merge these layers"):
+        resolve_plan(build_plan(spec), ARCH)
+
+
+def test_a_fused_group_has_one_group_size():
+    """Would catch members that share a scheme's name and not its group size."""
+    spec = QuantSpec(scheme="W4A16", group_size=64, rules=(RuleSpec(match="k_proj", scheme="W4A16", group_size=32),))
+    with pytest.raises(RecipeError, match=r"W4A16 g64 and W4A16 g32"):
+        resolve_plan(build_plan(spec), ARCH)
+
+
+def test_whole_groups_may_differ():
+    """Would catch a refusal of a legal mixed plan: gate and up together, layers apart."""
+    spec = QuantSpec(rules=(RuleSpec(match=r"re:.*layers\.0\.mlp\.(gate|up)_proj", scheme="FP8_DYNAMIC"),))
+    schemes = resolve_plan(build_plan(spec), ARCH)
+    assert scheme_label(schemes["model.layers.0.mlp.up_proj"]) == "FP8_DYNAMIC"
+    assert scheme_label(schemes["model.layers.1.mlp.up_proj"]) == "W8A8"
+
+
+def test_groups_and_tiles_divide_their_layers():
+    """Would catch a group or tile that crosses the end of a row, found only when quantization has begun."""
+    narrow = replace(ARCH, hidden_size=192)
+    with pytest.raises(RecipeError, match="groups of 128; use group_size: 64"):
+        resolve_plan(build_plan(QuantSpec(scheme="W4A16")), narrow)
+    with pytest.raises(RecipeError, match="tiles of 128x128; use scheme: FP8_DYNAMIC"):
+        resolve_plan(build_plan(QuantSpec(scheme="FP8_BLOCK")), narrow)
+    assert resolve_plan(build_plan(QuantSpec(scheme="FP8_BLOCK")), ARCH)["lm_head"] is None
+
+
+def test_a_tied_head_stays():
+    """Would catch a head that is quantized apart from the embedding it is tied to."""
+    spec = QuantSpec(ignore=())
+    with pytest.raises(RecipeError, match="tied to the embedding"):
+        resolve_plan(build_plan(spec), replace(ARCH, tied=True))
+    assert resolve_plan(build_plan(spec), ARCH)["lm_head"] is not None
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "fix"),
+    [("b200", "W8A8", "FP8_DYNAMIC"), ("a100", "FP8", "W8A8"), ("l40s", "FP8_BLOCK", "FP8_DYNAMIC")],
+)
+def test_a_plan_that_the_device_cannot_run_is_refused(device: str, scheme: str, fix: str):
+    """Would catch hours of work for a checkpoint that its device cannot load or runs slowly."""
+    with pytest.raises(RecipeError, match=fix):
+        validate_plan(build_plan(QuantSpec(scheme=scheme)), ARCH, device)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({"scheme": "W8A8"}, []),
+        ({"scheme": "FP8"}, ["static activation scales"]),
+        ({"scheme": "FP8", "ignore": ("re:.*",)}, []),
+        ({"kv": KVSpec()}, ["KV scales"]),
+        ({"kv": KVSpec(scales="cast")}, []),
+        ({"kv": KVSpec(format="int8", granularity="token_head")}, []),
+        ({"smoothing": SmoothingSpec()}, ["smoothing"]),
+        ({"engine": "llmcompressor", "method": "gptq"}, ["gptq"]),
+    ],
+)
+def test_calibration_happens_when_something_needs_it(fields: dict, reasons: list[str]):
+    """Would catch static scales without data, and minutes of calibration that nothing reads."""
+    spec = QuantSpec(**fields)
+    plan = build_plan(spec)
+    assert needs_statistics(plan.resolve(ARCH.linears()), plan, spec) == reasons

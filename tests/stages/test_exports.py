@@ -1,0 +1,114 @@
+"""What serves which part, and the exact keys that vLLM reads."""
+
+import ast
+import json
+
+import pytest
+
+from qspec.schema.devices import read_device
+from qspec.schema.recipe import Recipe
+from qspec.stages.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
+
+
+def recipe(device: str = "h100", target: dict | None = None, draft: dict | None = None, **fields: object) -> Recipe:
+    data = {
+        "name": "t",
+        "device": device,
+        "target": {"model": "org/m", "quantization": target or {}},
+        "draft": draft or {"kind": "self"},
+        **fields,
+    }
+    return Recipe.model_validate(data)
+
+
+def line(r: Recipe, runtime: str, part: str) -> tuple[bool, str]:
+    (found,) = [s for s in exports(r, read_device(r.device)) if (s.runtime, s.part) == (runtime, part)]
+    return found.served, found.detail
+
+
+INT8_KV = {"kv": {"format": "int8", "granularity": "token_head"}}
+FP8_KV = {"kv": {"format": "fp8_e4m3"}}
+
+
+def test_int8_kv_is_a_serve_flag():
+    """Would catch an INT8 kv_cache_scheme in config.json, which vLLM refuses to load."""
+    served, detail = line(recipe(target=INT8_KV), "vllm", "kv")
+    assert served
+    assert "int8_per_token_head" in detail
+    assert "not in config.json" in detail
+    assert "--kv-cache-dtype int8_per_token_head" in vllm_command(recipe(target=INT8_KV))
+    assert line(recipe("cpu", INT8_KV), "vllm", "kv")[0] is False
+
+
+def test_ngram_becomes_vllm_s_method():
+    """Would catch keys that vLLM rejects for prompt lookup."""
+    config = vllm_speculative_config(recipe(draft={"kind": "ngram", "min_ngram": 2, "max_ngram": 4}))
+    expected = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    assert config == expected
+
+
+def test_draft_model_says_its_kv_dtype_and_quantization_aloud():
+    """Would catch a draft that inherits the target's quantization or KV dtype in vLLM."""
+    r = recipe(target=FP8_KV, speculation={"max_length": 64, "draft_length": {"k": 3}})
+    assert vllm_speculative_config(r, "pair/draft") == {
+        "method": "draft_model",
+        "model": "pair/draft",
+        "num_speculative_tokens": 3,
+        "quantization": "compressed-tensors",
+        "kv_cache_dtype": "auto",
+        "max_model_len": 64,
+    }
+    plain = recipe(draft={"kind": "self", "quantization": {"scheme": "none"}})
+    assert "quantization" not in vllm_speculative_config(plain)
+
+
+def test_ada_drafts_keep_their_kv_dtype():
+    """Would catch an FP8 draft KV cache exported for SM89, where vLLM has crashed with it."""
+    draft = {"kind": "self", "quantization": FP8_KV}
+    found = [vllm_speculative_config(recipe(d, FP8_KV, draft))["kv_cache_dtype"] for d in ("l40s", "rtx4090", "h100")]
+    assert found == ["auto", "auto", "fp8"]
+
+
+def test_mlp_speculators_are_served_by_nobody():
+    """Would catch a --speculative-config with a method that vLLM no longer has."""
+    r = recipe(draft={"kind": "mlp_speculator", "model": "org/acc"})
+    assert vllm_speculative_config(r) is None
+    assert line(r, "vllm", "draft")[0] is False
+    assert "ngram" in line(r, "vllm", "draft")[1]
+    assert "--speculative-config" not in vllm_command(r)
+
+
+def test_truncated_self_drafts_are_ordinary_checkpoints():
+    """Would catch a claim that a layer-skipping draft needs a special runtime."""
+    assert "ordinary checkpoint with 4 layers" in line(recipe(draft={"kind": "self", "layers": 4}), "vllm", "draft")[1]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "served"),
+    [(FP8_KV, FP8_KV, True), (FP8_KV, {}, False), ({}, {}, True), ({"scheme": "FP8"}, {}, True)],
+)
+def test_cpu_drafts_need_the_target_s_kv_dtype(target: dict, draft: dict, served: bool):
+    """Would catch a pair called servable that aborts vLLM on CPU."""
+    assert line(recipe("cpu", target, {"kind": "self", "quantization": draft}), "vllm", "draft")[0] is served
+
+
+def test_fp8_weights_are_not_served_on_cpu():
+    """Would catch a claim that vLLM on CPU runs FP8 matmuls."""
+    assert line(recipe("cpu", {"scheme": "FP8_DYNAMIC"}), "vllm", "target")[0] is False
+    assert line(recipe("h100", {"scheme": "FP8_DYNAMIC"}), "vllm", "target")[0] is True
+
+
+def test_the_command_carries_valid_json():
+    """Would catch a command line that a shell or vLLM cannot parse."""
+    text = vllm_command(recipe(target=FP8_KV)).partition("--speculative-config ")[2]
+    assert json.loads(text.strip("'"))["method"] == "draft_model"
+
+
+@pytest.mark.parametrize("kind", ["self", "ngram", "mlp_speculator"])
+def test_the_snippet_is_python(kind: str):
+    """Would catch a snippet with a syntax error, or an assistant that samples (20 % slower)."""
+    draft = {"kind": kind} | ({"model": "org/acc"} if kind == "mlp_speculator" else {})
+    text = transformers_snippet(recipe(target={"scheme": "FP8"}, draft=draft), 90)
+    ast.parse(text)
+    assert ("do_sample = False" in text) is (kind == "self")
+    assert "use_optimized_inference=True" in text

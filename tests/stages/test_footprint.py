@@ -1,0 +1,76 @@
+"""Bytes against hand counts and published sizes."""
+
+import pytest
+
+from qspec.numerics.formats import FP8_E4M3, INT8
+from qspec.plan import KVScheme
+from qspec.records import ArchMap
+from qspec.schema.recipe import MlpDraft, ModelSpec, QuantSpec
+from qspec.stages.build_plan import build_plan, layer_scheme, resolve_plan
+from qspec.stages.footprint import Footprint, footprint, kv_bytes_per_token, mlp_footprint, weight_bytes
+from qspec.stages.load import resolve_arch
+
+
+def arch(model: str) -> ArchMap:
+    return resolve_arch(ModelSpec(model=model))
+
+
+def half(model: str, scheme: str, kv: KVScheme | None = None) -> Footprint:
+    plan = build_plan(QuantSpec(scheme=scheme))
+    return footprint(arch(model), resolve_plan(plan, arch(model)), kv, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ("none", 256 * 128 * 2),
+        ("W8A8", 256 * 128 + 256 * 4),
+        ("FP8", 256 * 128 + 4),
+        ("FP8_BLOCK", 256 * 128 + 2 * 4),
+        ("W4A16", 256 * 64 + 256 * 2 * 4),
+    ],
+)
+def test_bytes_of_one_matrix(scheme: str, expected: int):
+    """Would catch forgotten scales, or 4-bit codes counted as bytes. Matrix 256 x 128, bfloat16, groups of 64."""
+    assert weight_bytes((256, 128), layer_scheme(scheme, 64), 2) == expected
+
+
+def test_bytes_read_by_an_8b_model():
+    """Would catch embeddings counted as read, or the head forgotten: 15.0 GB in BF16, 8.03 GB in FP8 with BF16 head."""
+    model = "meta-llama/Llama-3.1-8B-Instruct"
+    # published to three digits; scales and norms are below the last of them
+    assert half(model, "none").cost.weight_bytes == pytest.approx(15.0e9, rel=2e-3)
+    assert half(model, "FP8_DYNAMIC").cost.weight_bytes == pytest.approx(8.03e9, rel=2e-3)
+
+
+def test_a_tied_head_is_stored_once_and_read():
+    """Would catch a tied head that is stored twice, or not read: 1B model, head 128256 x 2048."""
+    tied = half("meta-llama/Llama-3.2-1B-Instruct", "FP8_DYNAMIC")
+    head = 128_256 * 2048 * 2
+    assert tied.embedding_bytes == 0
+    assert tied.groups["none"].bytes == head
+    assert tied.resident == tied.cost.weight_bytes
+    assert tied.head_share == pytest.approx(0.35, abs=0.005)  # published as 35 %
+
+
+@pytest.mark.parametrize(
+    ("model", "kv", "expected"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", None, 128 * 1024),
+        ("meta-llama/Llama-3.1-8B-Instruct", KVScheme(FP8_E4M3, "tensor"), 64 * 1024),
+        ("meta-llama/Llama-3.1-70B-Instruct", KVScheme(FP8_E4M3, "tensor"), 160 * 1024),
+        ("meta-llama/Llama-3.1-8B-Instruct", KVScheme(INT8, "token_head"), 64 * 1024 + 2 * 32 * 8 * 4),
+        ("Qwen/Qwen3-0.6B", None, 2 * 28 * 8 * 128 * 2),
+    ],
+)
+def test_kv_bytes_per_token(model: str, kv: KVScheme | None, expected: int):
+    """Would catch K without V, all heads instead of KV heads, or scales of per-token formats left out."""
+    assert kv_bytes_per_token(arch(model), kv, 2) == expected
+
+
+def test_mlp_speculator_has_the_published_number_of_parameters():
+    """Would catch a projection or table left out: IBM's 13B speculator of 840,982,528 parameters."""
+    draft = MlpDraft(kind="mlp_speculator", model="x", n_predict=3, inner_dim=4096)
+    found = mlp_footprint(draft, arch("meta-llama/Llama-2-13b-chat-hf"), 2)
+    assert found.parameters == 840_982_528
+    assert found.resident == 2 * found.parameters

@@ -1,0 +1,111 @@
+"""What devices refuse, warn about, or should know, one rule at a time."""
+
+from dataclasses import replace
+
+import pytest
+
+from qspec.errors import RecipeError
+from qspec.numerics.formats import FP8_E4M3, FP8_E5M2, INT8
+from qspec.plan import KVScheme
+from qspec.records import ArchMap
+from qspec.schema.devices import read_device
+from qspec.schema.recipe import KVSpec, MlpDraft, ModelSpec, NgramDraft, QuantSpec, Recipe, SelfDraft
+from qspec.stages.build_plan import layer_scheme
+from qspec.stages.preflight import device_findings, pair_findings, raise_refused, refuse_unbuilt
+
+ARCH = ArchMap("qwen2", "Qwen2ForCausalLM", 1, 8, 8, 1, 1, 8, 8, 8, (1.0,) * 4, qkv_bias=True)
+
+
+def said(device: str, scheme: str = "none", kv: KVScheme | None = None, dtype: str = "auto") -> list[tuple[str, str]]:
+    found = device_findings(read_device(device), {"l": layer_scheme(scheme)}, kv, dtype, ARCH)
+    return [(finding.level, str(finding)) for finding in found]
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "dtype", "level", "part"),
+    [
+        ("b200", "W8A8", "auto", "refused", "SM75 to SM90"),
+        ("a100", "FP8", "auto", "refused", "SM89 or newer"),
+        ("a100", "FP8_DYNAMIC", "auto", "refused", "use scheme: W8A8"),
+        ("l40s", "FP8_BLOCK", "auto", "refused", "FP8_DYNAMIC or W8A8"),
+        ("rtx4090", "FP8_BLOCK", "auto", "refused", "slower there"),
+        ("h100", "FP8_BLOCK", "float16", "refused", "bfloat16 only"),
+        ("h100", "FP8", "float16", "warning", "lose bits"),
+        ("b200", "FP8", "auto", "note", "prefill"),
+        ("rtx4090", "FP8_DYNAMIC", "auto", "note", "INT8 has twice"),
+        ("cpu", "FP8", "auto", "note", "no FP8 matmul"),
+    ],
+)
+def test_scheme_rules(device: str, scheme: str, dtype: str, level: str, part: str):
+    """Would catch a rule that no longer fires, or fires at another level."""
+    assert [text for lev, text in said(device, scheme, None, dtype) if lev == level and part in text]
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme"),
+    [("cpu", "W8A8"), ("a100", "W8A8"), ("h20", "W8A8"), ("h100", "FP8_BLOCK"), ("l40s", "FP8"), ("b200", "W4A16")],
+)
+def test_what_runs_is_not_remarked(device: str, scheme: str):
+    """Would catch a refusal or a warning where the device runs the scheme well."""
+    assert said(device, scheme) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "kv", "level", "part"),
+    [
+        ("h100", KVScheme(FP8_E5M2, "tensor"), "refused", "E5M2"),
+        ("a100", KVScheme(FP8_E4M3, "head"), "warning", "from SM89 on"),
+        ("h100", KVScheme(FP8_E4M3, "tensor"), "warning", "key biases"),
+        ("cpu", KVScheme(INT8, "token_head"), "warning", "garbage"),
+    ],
+)
+def test_kv_rules(device: str, kv: KVScheme, level: str, part: str):
+    """Would catch a KV format that corrupts output on its device without a word."""
+    assert [text for lev, text in said(device, "none", kv) if lev == level and part in text]
+
+
+def test_key_bias_warning_is_for_models_that_have_one():
+    """Would catch the Qwen2 warning on every model."""
+    found = device_findings(
+        read_device("h100"), {}, KVScheme(FP8_E4M3, "tensor"), "auto", replace(ARCH, qkv_bias=False)
+    )
+    assert list(found) == []
+
+
+def test_first_refusal_is_raised_with_its_three_parts():
+    """Would catch notes that stop a job, or a refusal that loses its fix on the way."""
+    findings = [*device_findings(read_device("cpu"), {"l": layer_scheme("FP8")}, None)]
+    raise_refused(findings)
+    findings += device_findings(read_device("b200"), {"l": layer_scheme("W8A8")}, None)
+    with pytest.raises(RecipeError) as caught:
+        raise_refused(findings)
+    assert (caught.value.value, caught.value.fix) == ("W8A8 on b200 (SM100)", "use scheme: FP8_DYNAMIC")
+
+
+def recipe(device: str, target: KVSpec | None, draft: KVSpec | None) -> Recipe:
+    model = ModelSpec(model="org/m", quantization=QuantSpec(kv=target))
+    return Recipe(name="t", device=device, target=model, draft=SelfDraft(kind="self", quantization=QuantSpec(kv=draft)))
+
+
+def test_unequal_kv_formats_are_told_on_cpu():
+    """Would catch a pair that aborts vLLM on CPU: FP8 KV in one half only."""
+    (finding,) = pair_findings(read_device("cpu"), recipe("cpu", KVSpec(), None))
+    assert finding.level == "warning"
+    assert "aborts" in finding.rule
+    assert list(pair_findings(read_device("cpu"), recipe("cpu", KVSpec(), KVSpec()))) == []
+
+
+def test_fp8_draft_kv_is_told_on_ada():
+    """Would catch an FP8 draft KV cache exported for SM89, where vLLM has crashed with it."""
+    (finding,) = pair_findings(read_device("l40s"), recipe("l40s", KVSpec(), KVSpec()))
+    assert "auto" in finding.fix
+
+
+def test_mlp_speculators_plan_and_do_not_run():
+    """Would catch a run that starts computing for a draft that qspec cannot make."""
+    base = recipe("h100", None, None)
+    mlp = base.model_copy(update={"draft": MlpDraft(kind="mlp_speculator", model="org/acc")})
+    assert [finding.level for finding in pair_findings(read_device("h100"), mlp)] == ["warning"]
+    with pytest.raises(RecipeError, match=r"kind: model .*self .*ngram"):
+        refuse_unbuilt(mlp)
+    refuse_unbuilt(base.model_copy(update={"draft": NgramDraft(kind="ngram")}))

