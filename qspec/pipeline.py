@@ -37,7 +37,8 @@ from qspec.stages.load import load, resolve_arch
 from qspec.stages.open_pair import LoadedPair, compute_dtype, open_pair
 from qspec.stages.package import package, seal, source_dtype, stored_dtype
 from qspec.stages.pad import match_rows
-from qspec.stages.preview import PlannedPair, admit
+from qspec.stages.planned import PlannedPair
+from qspec.stages.preview import admit
 from qspec.stages.quantize import quantize
 from qspec.stages.report import report
 from qspec.stages.transform import transform, truncate_layers

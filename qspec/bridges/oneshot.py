@@ -34,7 +34,7 @@ def quantize(
     for what the library refuses only after it has loaded the model.
     """
     resolved = plan.resolve(model.arch.linears())
-    _refuse(model.arch, spec, plan, rows)
+    refuse(model.arch, spec, plan, rows)
     source, result = workdir / "float", workdir / "quantized"
     try:
         compressed.write_float(model, source, torch.float32)
@@ -56,7 +56,8 @@ def quantize(
     )
 
 
-def _refuse(arch: ArchMap, spec: QuantSpec, plan: QuantPlan, rows: list[list[int]]) -> None:
+def refuse(arch: ArchMap, spec: QuantSpec, plan: QuantPlan, rows: list[list[int]]) -> None:
+    """Raise `RecipeError` for what llm-compressor cannot do; needs no weights and loads no library."""
     resolved = plan.resolve(arch.linears())
     schemes = {layer: scheme for layer, scheme in resolved.items() if scheme is not None}
     compressed.refuse_tied_head(arch, schemes)

@@ -20,7 +20,6 @@ __all__ = [
     "quantize_weight",
     "symmetric_scale",
     "tensor_amax",
-    "weight_range",
 ]
 
 
@@ -61,23 +60,11 @@ def quantize_matrix(x_NK: Tensor, scale: Tensor, zero: Tensor | None, fmt: NumFo
     return QTensor(whole, scale.reshape(out), None if zero is None else zero.reshape(out), fmt, gran)
 
 
-def weight_range(
-    w_NK: Tensor, fmt: NumFormat, granularity: Granularity, symmetric: bool = True, clip: Clip = ABSMAX
-) -> tuple[Tensor, Tensor]:
-    """Clipped range `(lo, hi)` of every block of a weight, in the shape of its scale.
-
-    Layers that must share a scale take the maximum of their ranges before any of them is rounded.
-    """
-    shape = scale_shape((w_NK.shape[0], w_NK.shape[1]), granularity)
-    lo, hi = clipped_range(to_blocks(w_NK, granularity), fmt, clip, symmetric)
-    return lo.reshape(shape), hi.reshape(shape)
-
-
 def quantize_weight(
     w_NK: Tensor, fmt: NumFormat, granularity: Granularity, symmetric: bool = True, clip: Clip = ABSMAX
 ) -> QTensor:
     """Round a weight to nearest: clip, scale and codes in one call."""
-    lo, hi = weight_range(w_NK, fmt, granularity, symmetric, clip)
+    lo, hi = clipped_range(to_blocks(w_NK, granularity), fmt, clip, symmetric)
     scale, zero = range_scale(lo, hi, fmt, symmetric)
     return quantize_matrix(w_NK, scale, zero, fmt, granularity)
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from qspec.errors import RecipeError
-from qspec.schema.problems import validate
+from qspec.schema.overrides import set_value
+from qspec.schema.problems import closest, validate
 from qspec.schema.text import dump_yaml, parse_yaml, read_text
 
 Scheme = Literal["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "none"]
@@ -92,8 +93,12 @@ class QuantSpec(Strict):
             raise ValueError(f"engine qspec rounds to nearest; for {self.method} set engine: llmcompressor")
         if self.engine == "llmcompressor" and self.smoothing is not None:
             raise ValueError("smoothing belongs to engine qspec; with llmcompressor set method: smoothquant+gptq")
-        if self.engine == "llmcompressor" and self.method == "awq" and self.scheme != "W4A16":
+        if self.engine == "llmcompressor" and self.scheme == "none":
+            raise ValueError("scheme none leaves llmcompressor nothing to do; set engine: qspec, or another scheme")
+        if self.method == "awq" and self.scheme != "W4A16":
             raise ValueError("method awq is for 4-bit weights; set scheme: W4A16")
+        if self.method == "smoothquant+gptq" and self.scheme == "W4A16":
+            raise ValueError("smoothquant helps quantized activations, W4A16 keeps them; set method: gptq")
         return self
 
 
@@ -209,6 +214,24 @@ class FidelitySpec(Strict):
     length: int = Field(default=512, ge=16)
 
 
+MMLU_PRO_SUBJECTS = (
+    "biology",
+    "business",
+    "chemistry",
+    "computer_science",
+    "economics",
+    "engineering",
+    "health",
+    "history",
+    "law",
+    "math",
+    "other",
+    "philosophy",
+    "physics",
+    "psychology",
+)
+
+
 class TaskSpec(Strict):
     """An lm-eval task. `limit` rows per subject, `max_gen_toks` tokens per answer (None: the harness's own)."""
 
@@ -218,7 +241,17 @@ class TaskSpec(Strict):
     subjects: tuple[str, ...] | None = None
     max_gen_toks: int | None = Field(default=None, ge=1)
     chat_template: bool = False
-    backends: tuple[Literal["qspec", "hf"], ...] = ("qspec",)
+    backends: tuple[Literal["qspec", "hf"], ...] = Field(default=("qspec",), min_length=1)
+
+    @model_validator(mode="after")
+    def _known_subjects(self) -> "TaskSpec":
+        for subject in self.subjects or () if self.name == "mmlu_pro" else ():
+            if subject.replace(" ", "_") not in MMLU_PRO_SUBJECTS:
+                near = closest(subject, list(MMLU_PRO_SUBJECTS))
+                raise ValueError(
+                    f"subject {subject!r} is none of MMLU-Pro; {near}valid: {', '.join(MMLU_PRO_SUBJECTS)}"
+                )
+        return self
 
 
 class EvaluationSpec(Strict):
@@ -292,7 +325,7 @@ class Recipe(Strict):
                 "start with name:, target: and draft:",
             )
         for override in overrides:
-            _override(data, override)
+            set_value(data, override)
         return validate(cls, data, where)
 
     def dump(self) -> str:
@@ -302,36 +335,3 @@ class Recipe(Strict):
     def as_dict(self) -> dict[str, Any]:
         """Plain data (JSON types only), every default written out."""
         return self.model_dump(mode="json")
-
-
-def _override(data: dict[str, Any], override: str) -> None:
-    """Set `dotted.key=yaml value` in plain data; a missing mapping on the way is made, a list takes a number."""
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise RecipeError(
-            f"--set {override!r}",
-            "must be dotted.key=value",
-            "for example --set speculation.top_k=50",
-        )
-    value, node = parse_yaml(text, f"--set {override!r}"), data
-    for part in parts[:-1]:
-        slot = _slot(node, part, override)
-        if node.setdefault(slot, {}) is None if isinstance(node, dict) else node[slot] is None:
-            node[slot] = {}
-        node = node[slot]
-    node[_slot(node, parts[-1], override)] = value
-
-
-def _slot(node: Any, part: str, override: str) -> Any:
-    """The key or index that `part` means in `node`."""
-    if isinstance(node, dict):
-        return part
-    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-        return int(part)
-    what = f"a list of {len(node)}" if isinstance(node, list) else f"{node!r}"
-    raise RecipeError(
-        f"--set {override!r}",
-        f"{part!r} leads into {what}",
-        "set the whole value above it instead",
-    )

@@ -28,11 +28,20 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
         return mapping
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Quoted with escapes where a character does not print: PyYAML loses U+0085 otherwise."""
+    node: yaml.ScalarNode = dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    )
+    return node
+
+
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc, unused-ignore]
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
+_Dumper.add_representer(str, _represent_text)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 

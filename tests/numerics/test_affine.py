@@ -13,9 +13,7 @@ from qspec.numerics.affine import (
     quantize_blocks,
     quantize_matrix,
     quantize_weight,
-    symmetric_scale,
     tensor_amax,
-    weight_range,
 )
 from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken, scale_shape
 from qspec.numerics.clipping import Clip
@@ -138,16 +136,6 @@ def test_clip_reaches_the_codes() -> None:
     q = quantize_weight(w_NK, INT8, PerTensor(), clip=Clip("percentile", 99))
     assert q.scale.item() == pytest.approx(1 / 127)  # the outlier is the one value in a hundred above 1
     assert q.codes[0, -1] == 127
-
-
-def test_ranges_of_fused_layers_combine_before_rounding() -> None:
-    """Catches a shared scale that one of the layers overflows."""
-    a_NK, b_NK = matrix(1), 3 * matrix(2)
-    amax = torch.maximum(*(weight_range(w, INT8, PerTensor())[1] for w in (a_NK, b_NK)))
-    assert amax.shape == (1,)
-    assert amax == torch.cat([a_NK, b_NK]).abs().max()
-    shared = quantize_matrix(a_NK, symmetric_scale(amax, INT8), None, INT8, PerTensor())
-    assert shared.scale == quantize_weight(torch.cat([a_NK, b_NK]), INT8, PerTensor()).scale
 
 
 @pytest.mark.parametrize("fmt", [INT8, FP8_E4M3], ids=lambda f: f.name)

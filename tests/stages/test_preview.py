@@ -95,6 +95,27 @@ def test_another_family_is_warned_about():
     assert "two tokenizers" in remarks(preview(recipe), "warning")
 
 
+@pytest.mark.parametrize("field", ["calibration.data=[{name: gutenburg}]", "benchmark.prompts=gutenburg"])
+def test_unknown_data_sets_are_refused(field: str):
+    """Would catch a misspelt data set that is noticed when hours of quantization are over."""
+    with pytest.raises(RecipeError, match="did you mean 'gutenberg'"):
+        preview(read("llama-3.1-8b-fp8-h100", field))
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        (["method=rtn", "clip.method=percentile"], "percentile"),
+        (["method=rtn", "kv={scales: cast}"], "cast"),
+        (["method=autoround"], "autoround"),
+    ],
+)
+def test_what_llm_compressor_cannot_do_is_refused(fields: list[str], part: str):
+    """Would catch a setting that its library refuses only after hours of loading and calibration."""
+    with pytest.raises(RecipeError, match=part):
+        preview(read("llama-3.1-8b-int8-l40s", *(f"target.quantization.{field}" for field in fields)))
+
+
 def test_truncated_drafts_cannot_exceed_the_target():
     """Would catch `layers` beyond the target's, which would index missing weights."""
     recipe = read("llama-3.1-8b-fp8-h100", "draft={kind: self, layers: 33}")

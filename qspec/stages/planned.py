@@ -1,0 +1,156 @@
+"""A recipe resolved against the shapes of its models: plans, bytes, rates. No weights, no compute."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from qspec.bridges import oneshot
+from qspec.bridges.text import SUFFIXES
+from qspec.errors import RecipeError
+from qspec.numerics.roofline import prefill_seconds
+from qspec.plan import LayerScheme, QuantPlan
+from qspec.records import ArchMap
+from qspec.schema.datasets import dataset
+from qspec.schema.devices import DeviceSheet, read_device
+from qspec.schema.recipe import MlpDraft, ModelDraft, QuantSpec, Recipe, SelfDraft
+from qspec.stages.build_plan import build_plan, needs_statistics, resolve_plan
+from qspec.stages.duration import HalfCost, Step, steps
+from qspec.stages.footprint import DTYPE_BYTES, Footprint, footprint, mlp_footprint
+from qspec.stages.forecast import CONTEXT, Duo, rates
+from qspec.stages.load import resolve_arch
+
+USABLE = 0.9
+"""Share of a device's memory that weights and KV may take; the rest is activations and graphs."""
+MOST_PADDING = 1024
+"""Head rows by which models of one tokenizer differ at most."""
+
+
+@dataclass(frozen=True)
+class PlannedHalf:
+    """One half of the pair, resolved: `bytes` under its plan, `plain` with nothing quantized."""
+
+    model: str
+    arch: ArchMap
+    spec: QuantSpec
+    plan: QuantPlan
+    schemes: Mapping[str, LayerScheme | None]
+    bytes: Footprint
+    plain: Footprint
+
+
+@dataclass(frozen=True)
+class PlannedPair:
+    """A recipe resolved against shapes. `draft` None: n-gram or MLP speculator (then `head` has its bytes).
+
+    own_rows: rows of the draft's head before it gets the target's.
+    """
+
+    recipe: Recipe
+    sheet: DeviceSheet
+    dtype: str
+    target: PlannedHalf
+    draft: PlannedHalf | None
+    head: Footprint | None
+    own_rows: int
+
+    @property
+    def drafting(self) -> Footprint | None:
+        """Bytes of whatever drafts; None for n-grams."""
+        return self.draft.bytes if self.draft is not None else self.head
+
+    @property
+    def max_length(self) -> int:
+        return self.recipe.speculation.max_length or self.target.arch.max_positions
+
+    @property
+    def gammas(self) -> tuple[int, int]:
+        """The recipe's draft length, and the longest that may be used."""
+        length = self.recipe.speculation.draft_length
+        if isinstance(self.recipe.draft, MlpDraft):
+            return min(length.k, self.recipe.draft.n_predict), self.recipe.draft.n_predict
+        return length.k, max(length.k, length.max_k)
+
+    @property
+    def limit(self) -> float | None:
+        """Bytes that weights and KV may take: the device's, the budget's, whichever is less."""
+        device = self.sheet.memory_gb and self.sheet.memory_gb * USABLE
+        return min((gb * 1e9 for gb in (device, self.recipe.budget.memory_gb) if gb), default=None)
+
+    @property
+    def weights_and_kv(self) -> tuple[int, int]:
+        """Resident bytes of both halves, and KV bytes of both per token."""
+        halves = [half for half in (self.target.bytes, self.drafting) if half is not None]
+        return sum(half.resident for half in halves), sum(half.kv_bytes_per_token for half in halves)
+
+    def capacity(self, length: int) -> int | None:
+        """Sequences of `length` tokens that fit beside the weights; None without a limit."""
+        weights, kv = self.weights_and_kv
+        return None if self.limit is None else max(0, int((self.limit - weights) // (kv * length)))
+
+    @property
+    def duo(self) -> Duo:
+        """Costs and rates of both halves."""
+        drafting = self.drafting
+        return Duo(
+            self.target.bytes.cost,
+            drafting.cost if drafting is not None else None,
+            rates(self.sheet, self.target.schemes),
+            rates(self.sheet, self.draft.schemes if self.draft is not None else {}),
+            max_batch=max(1, self.capacity(CONTEXT) or 1),
+        )
+
+    @property
+    def prompt_floor(self) -> float | None:
+        """Seconds that a prompt of `max_length` tokens takes at least (the head runs for its last row only)."""
+        at, cost, arch = rates(self.sheet, self.target.schemes), self.target.bytes.cost, self.target.arch
+        body = replace(cost, ops=cost.ops - 2 * arch.vocab_size * arch.hidden_size)
+        return None if at is None else prefill_seconds(body, at, self.max_length)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Stages of the job with their estimated seconds."""
+        halves = [half for half in (self.target, self.draft) if half is not None]
+        costs = [HalfCost(h.plain.cost, h.spec, bool(needs_statistics(h.schemes, h.plan, h.spec))) for h in halves]
+        return steps(self.recipe, self.sheet, costs)
+
+
+def resolve(recipe: Recipe) -> PlannedPair:
+    """Shapes, plans and bytes of both halves. Raises `RecipeError` or `SourceError` for what has no plan at all."""
+    _known_data(recipe)
+    sheet = read_device(recipe.device)
+    dtype = recipe.dtype if recipe.dtype != "auto" else "float32" if sheet.capability is None else "bfloat16"
+    arch = resolve_arch(recipe.target)
+    target = _half(recipe.target.model, arch, recipe.target.quantization, dtype)
+    draft, head, own_rows = None, None, arch.vocab_size
+    if isinstance(recipe.draft, ModelDraft):
+        own = resolve_arch(recipe.draft)
+        own_rows, padded = own.vocab_size, replace(own, vocab_size=arch.vocab_size)
+        draft = _half(recipe.draft.model, padded, recipe.draft.quantization, dtype)
+    elif isinstance(recipe.draft, SelfDraft):
+        draft = _half(recipe.target.model, _truncated(arch, recipe.draft.layers), recipe.draft.quantization, dtype)
+    elif isinstance(recipe.draft, MlpDraft):
+        head = mlp_footprint(recipe.draft, arch, DTYPE_BYTES[dtype])
+    return PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
+
+
+def _half(model: str, arch: ArchMap, spec: QuantSpec, dtype: str) -> PlannedHalf:
+    plan = build_plan(spec)
+    schemes = resolve_plan(plan, arch)
+    if spec.engine == "llmcompressor":
+        oneshot.refuse(arch, spec, plan, [[0]])
+    plain = footprint(arch, dict.fromkeys(schemes), None, dtype)
+    return PlannedHalf(model, arch, spec, plan, schemes, footprint(arch, schemes, plan.kv, dtype), plain)
+
+
+def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:
+    if layers is not None and layers > arch.n_layers:
+        raise RecipeError(f"draft.layers {layers}", f"the target has {arch.n_layers} layers", "keep fewer, or omit it")
+    return replace(arch, n_layers=layers or arch.n_layers)
+
+
+def _known_data(recipe: Recipe) -> None:
+    """Named data sets have an entry; their rows are looked for by `run`."""
+    fidelity = recipe.evaluation.fidelity
+    names = [*(source.name for source in recipe.calibration.data), recipe.benchmark.prompts]
+    for name in [*names, fidelity.data] if fidelity is not None else names:
+        if not name.endswith(SUFFIXES):
+            dataset(name)
