@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qspec.ops.reference import fake_quantize
 from qspec.records import QLinear, QuantizedModel
-from qspec.stages.transform import fake_activation
 from tests.observed import ROWS
 
 IDS = torch.tensor([ROWS[0]])
@@ -39,7 +39,7 @@ def _rounds_input(linear: QLinear) -> Any:
             return None
         if scheme.dynamic and not scheme.fmt.is_float:  # compressed-tensors maps amax to 127.5, vLLM and qspec to 127
             scale = args[0][0].abs().amax(-1) / ((scheme.fmt.qmax - scheme.fmt.qmin) / 2)
-        return fake_activation(args[0][0], scheme, scale).unsqueeze(0)
+        return fake_quantize(args[0][0], scheme, scale).unsqueeze(0)
 
     return hook
 

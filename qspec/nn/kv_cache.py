@@ -69,24 +69,21 @@ class QuantizedKVCache:
         names = [f"model.layers.{i}.self_attn" for i in range(arch.n_layers)]
         self._dynamic = scheme.granularity == "token_head"
         self._token_scales = torch.ones((*shape[:-1], 1)) if self._dynamic else torch.empty(0)
-        self._static = [] if self._dynamic else [(k_scale[n], v_scale[n]) for n in names]
+        self._static = [] if self._dynamic else [_stacked(k_scale[n], v_scale[n]) for n in names]
 
     def update(self, layer: int, start: int, k_HTD: Tensor, v_HTD: Tensor) -> tuple[Tensor, Tensor]:
         end = start + k_HTD.shape[1]
-        keys = self._write(layer, 0, start, end, k_HTD)
-        return keys, self._write(layer, 1, start, end, v_HTD)
-
-    def _write(self, layer: int, which: int, start: int, end: int, x_HTD: Tensor) -> Tensor:
-        codes = self._codes[layer, which]
+        x_2HTD, codes_2HLD = torch.stack((k_HTD, v_HTD)), self._codes[layer]
         if self._dynamic:
-            scales = self._token_scales[layer, which]
-            codes[:, start:end], scales[:, start:end] = kv.quantize_per_token_head(x_HTD, self._scheme.fmt)
-            scale = scales[:, :end]
+            scales_2HL1 = self._token_scales[layer]
+            new = kv.quantize_per_token_head(x_2HTD, self._scheme.fmt)
+            codes_2HLD[:, :, start:end], scales_2HL1[:, :, start:end] = new
+            scale = scales_2HL1[:, :, :end]
         else:
-            scale = self._static[layer][which]
-            codes[:, start:end] = kv.quantize_static(x_HTD, scale, self._scheme.fmt)
-            scale = scale.reshape(-1, 1, 1)
-        return (_decode(codes[:, :end]) * scale).to(self._dtype)
+            scale = self._static[layer]
+            codes_2HLD[:, :, start:end] = kv.quantize_static(x_2HTD, scale, self._scheme.fmt)
+        keys, values = (_decode(codes_2HLD[:, :, :end]) * scale).to(self._dtype)
+        return keys, values
 
     def codes(self, length: int) -> Tensor:
         """Stored codes of the first `length` positions, for comparison."""
@@ -94,6 +91,11 @@ class QuantizedKVCache:
 
     def bytes_per_token(self) -> float:
         return (self._codes.nbytes + self._token_scales.nbytes) / self.max_length
+
+
+def _stacked(k_scale: Tensor, v_scale: Tensor) -> Tensor:
+    """Scales of keys and values, `[2, 1 or H, 1, 1]`."""
+    return torch.stack((k_scale, v_scale)).reshape(2, -1, 1, 1)
 
 
 def _decode(codes: Tensor) -> Tensor:

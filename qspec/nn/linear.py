@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-import torch.nn.functional as F
 
 from qspec.numerics.affine import QTensor
 from qspec.numerics.blocks import PerBlock, PerTensor
+from qspec.ops.cpu import FloatLinear
 from qspec.ops.select import Kernels, Linear, prepare
 from qspec.records import QLinear
 
@@ -22,11 +22,11 @@ def merged_linear(
     """One callable for layers that share an input; outputs are concatenated in order, biases added."""
     bias_N = _cat_bias(members, biases, dtype)
     if all(isinstance(m, Tensor) for m in members):
-        return _Biased(_Float(torch.cat([m.to(dtype) for m in members if isinstance(m, Tensor)])), bias_N)
+        return _Biased(FloatLinear(torch.cat([m.to(dtype) for m in members if isinstance(m, Tensor)])), bias_N)
     quantized = [m for m in members if isinstance(m, QLinear)]
     if len(quantized) == len(members) and mergeable(quantized):
         return _Biased(_prepare(_cat(quantized), dtype, kernels), bias_N)
-    parts = [_Float(m.to(dtype)) if isinstance(m, Tensor) else _prepare(m, dtype, kernels) for m in members]
+    parts = [FloatLinear(m.to(dtype)) if isinstance(m, Tensor) else _prepare(m, dtype, kernels) for m in members]
     return _Biased(_Split(parts), bias_N)
 
 
@@ -73,14 +73,6 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _prepare(layer: QLinear, dtype: torch.dtype, kernels: Kernels) -> Linear:
     return prepare(layer.weight, layer.activation, layer.input_scale, dtype, kernels)
-
-
-class _Float:
-    def __init__(self, weight_NK: Tensor) -> None:
-        self._weight_NK = weight_NK
-
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        return F.linear(x_TK, self._weight_NK)
 
 
 class _Split:

@@ -1,4 +1,4 @@
-"""Key and value codes of a KV cache `[heads, tokens, head_dim]`: stored scales, or one per token and head."""
+"""Key and value codes of a KV cache `[…, heads, tokens, head_dim]`: stored scales, or one per token and head."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ def static_scale(amax: Tensor, fmt: NumFormat) -> Tensor:
 
 
 def quantize_static(x_HTD: Tensor, scale: Tensor, fmt: NumFormat) -> Tensor:
-    """Codes `[H, T, D]` under a stored scale `[1]` or `[H]`; values past the calibrated range saturate."""
+    """Codes `[H, T, D]` under a stored scale `[1]`, `[H]` or one that broadcasts; values past its range saturate."""
     return quantize_blocks(x_HTD, _over_heads(scale), None, fmt)
 
 
@@ -29,4 +29,4 @@ def dequantize(codes_HTD: Tensor, scale: Tensor) -> Tensor:
 
 def _over_heads(scale: Tensor) -> Tensor:
     """A scale that broadcasts over `[H, T, D]`."""
-    return scale if scale.dim() == 3 else scale.reshape(-1, 1, 1)
+    return scale if scale.dim() >= 3 else scale.reshape(-1, 1, 1)

@@ -6,8 +6,6 @@ import math
 import torch
 from torch import Tensor
 
-from qspec.numerics.folding import scale_columns
-
 FakeQuant = Callable[[Tensor, Tensor], Tensor]
 """`(x_TK, w_NK) -> out_TN`: a linear layer as it will run, with both sides quantized."""
 
@@ -32,25 +30,36 @@ def smoothing_scale(x_amax_K: Tensor, w_amax_K: Tensor, strength: float) -> Tens
 
 def output_error(x_TK: Tensor, weights: Sequence[Tensor], s_K: Tensor, fake_quant: FakeQuant) -> float:
     """Mean squared error of `fake_quant` under factors `s` against float, summed over `weights`; NaN counts as inf."""
-    smooth_TK = x_TK.float() / s_K
-    error = 0.0
-    for w_NK in weights:
-        out_TN = fake_quant(smooth_TK, scale_columns(w_NK.float(), s_K))
-        error += (out_TN.float() - x_TK.float() @ w_NK.float().T).square().mean(dtype=torch.float64).item()
-    return error if not math.isnan(error) else math.inf
+    return _error(x_TK, weights, _outputs(x_TK, weights), s_K, fake_quant)
 
 
 def search_strength(
     inputs_TK: Tensor, weights: Sequence[Tensor], x_amax_K: Tensor, fake_quant: FakeQuant, grid: Iterable[float]
-) -> tuple[float, float]:
+) -> tuple[float | None, float]:
     """The strength of `grid` with the least `output_error`, and that error; the smaller strength of equals.
 
-    No strength is the identity: compare with `output_error` under `s = 1` before smoothing at all.
+    None: leaving the layer alone (which no strength is) loses no more than the best of them.
     """
-    w_amax_K = weights_amax(weights)
-    scored = [
-        (output_error(inputs_TK, weights, smoothing_scale(x_amax_K, w_amax_K, strength), fake_quant), strength)
-        for strength in grid
-    ]
-    error, strength = min(scored)
-    return strength, error
+    w_amax_K, wanted = weights_amax(weights), _outputs(inputs_TK, weights)
+
+    def error(s_K: Tensor) -> float:
+        return _error(inputs_TK, weights, wanted, s_K, fake_quant)
+
+    scored = [(error(smoothing_scale(x_amax_K, w_amax_K, strength)), strength) for strength in grid]
+    least, strength = min(scored)
+    alone = error(torch.ones_like(x_amax_K))
+    return (None, alone) if least >= alone else (strength, least)
+
+
+def _outputs(x_TK: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    return [x_TK.float() @ w_NK.float().T for w_NK in weights]
+
+
+def _error(
+    x_TK: Tensor, weights: Sequence[Tensor], wanted: Sequence[Tensor], s_K: Tensor, fake_quant: FakeQuant
+) -> float:
+    smooth_TK = x_TK.float() / s_K
+    pairs = zip(weights, wanted, strict=True)
+    errors = [(fake_quant(smooth_TK, w_NK.float() * s_K).float() - want_TN).square().mean() for w_NK, want_TN in pairs]
+    error = torch.stack(errors).sum(dtype=torch.float64).item()
+    return error if not math.isnan(error) else math.inf

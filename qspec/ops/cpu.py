@@ -22,6 +22,23 @@ from qspec.ops import reference
 from qspec.plan import TensorScheme
 
 
+class FloatLinear:
+    """`x @ W^T` in the dtype of the weight `[N, K]`.
+
+    For a few rows and many more outputs than inputs (an LM head), BLAS repacks the whole weight in every call; with
+    the operands swapped it packs the few rows instead. Measured on AVX2, 49152 x 576: 37 -> 11 ms at 2 rows.
+    """
+
+    def __init__(self, weight_NK: Tensor) -> None:
+        self._weight_NK = weight_NK
+        self._tall = weight_NK.shape[0] >= 16 * weight_NK.shape[1]
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        if self._tall and 1 < x_TK.shape[0] <= 16:
+            return (self._weight_NK @ x_TK.T).T.contiguous()
+        return F.linear(x_TK, self._weight_NK)
+
+
 class Int8Linear:
     """W8A8 with dynamic per-token activations on torch's FBGEMM kernel; equals `reference.int8_linear`."""
 
@@ -74,13 +91,13 @@ class DecodedLinear:
     def __init__(
         self, weight: QTensor, activation: TensorScheme | None, input_scale: Tensor | None, dtype: torch.dtype
     ) -> None:
-        self._weight_NK = weight.dequantize().to(dtype)
+        self._linear = FloatLinear(weight.dequantize().to(dtype))
         self._activation, self._input_scale = activation, input_scale
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         if self._activation is not None:
             x_TK = reference.fake_quantize(x_TK, self._activation, self._input_scale).to(x_TK.dtype)
-        return F.linear(x_TK, self._weight_NK)
+        return self._linear(x_TK)
 
 
 def decode_fp8_e4m3(codes: Tensor) -> Tensor:

@@ -17,13 +17,12 @@ def int8_linear(x_TK: Tensor, codes_NK: Tensor, scale_N1: Tensor) -> Tensor:
     return acc_TN.float() * scale_T1 * scale_N1.reshape(1, -1)
 
 
-def fake_quantize(x_TK: Tensor, scheme: TensorScheme, static_scale: Tensor | None) -> Tensor:
-    """Round activations `[T, K]` to `scheme`; the scale is `static_scale` or, if dynamic, the block's own maximum."""
-    shape = (x_TK.shape[0], x_TK.shape[1])
+def fake_quantize(x_TK: Tensor, scheme: TensorScheme, scale: Tensor | None = None) -> Tensor:
+    """Activations `[T, K]` as a layer reads them: rounded under `scale`, or without one under each block's own range."""
     blocks = to_blocks(x_TK.float(), scheme.granularity)
-    scale = symmetric_scale(blocks.abs().amax(1, keepdim=True), scheme.fmt) if scheme.dynamic else _static(static_scale)
+    scale = symmetric_scale(blocks.abs().amax(1, keepdim=True), scheme.fmt) if scale is None else scale.reshape(-1, 1)
     values = dequantize_blocks(quantize_blocks(blocks, scale, None, scheme.fmt), scale, None)
-    return from_blocks(values, shape, scheme.granularity)
+    return from_blocks(values, (x_TK.shape[0], x_TK.shape[1]), scheme.granularity)
 
 
 def linear(x_TK: Tensor, weight: QTensor, activation: TensorScheme | None, input_scale: Tensor | None) -> Tensor:
@@ -44,8 +43,3 @@ def is_int8_dynamic(weight: QTensor, activation: TensorScheme | None) -> bool:
 def decode_fp8(codes: Tensor) -> Tensor:
     """float8 codes to float32."""
     return codes.float()
-
-
-def _static(scale: Tensor | None) -> Tensor:
-    assert scale is not None, "a static activation scheme carries its scale"
-    return scale.reshape(1, 1)

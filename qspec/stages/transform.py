@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from qspec.errors import RecipeError
-from qspec.numerics.affine import quantize_weight, symmetric_scale
-from qspec.numerics.blocks import from_blocks, to_blocks
-from qspec.numerics.codes import dequantize_blocks, quantize_blocks
+from qspec.numerics.affine import quantize_weight
 from qspec.numerics.folding import divide_gain, divide_rows, fold_norm, scale_columns
-from qspec.numerics.smoothing import output_error, search_strength, smoothing_scale, weights_amax
-from qspec.plan import LayerScheme, QuantPlan, TensorScheme
+from qspec.numerics.smoothing import search_strength, smoothing_scale, weights_amax
+from qspec.ops.reference import fake_quantize
+from qspec.plan import LayerScheme, QuantPlan
 from qspec.records import FUSED_GROUPS, LAYER_LINEARS, ArchMap, LayerStats, LoadedModel
 from qspec.schema.recipe import FusionSpec, QuantSpec, SmoothingSpec
 
@@ -157,9 +156,11 @@ def _smooth_pair(work: _Workspace, pair: _Pair, scheme: LayerScheme, spec: Smoot
         inputs_TK = work.inputs[pair.readers[0]]
         fake = _fake_quant(scheme)
         tried = [step / spec.grid for step in range(spec.grid)]
-        strength, error = search_strength(inputs_TK, weights, amax_K, fake, tried)
-        if error >= output_error(inputs_TK, weights, torch.ones_like(amax_K), fake):
+        stacked_NK = torch.cat(weights)
+        found, _ = search_strength(inputs_TK, [stacked_NK], amax_K, fake, tried)
+        if found is None:
             return None
+        strength = found
     w_amax_K = _over_repeats(weights_amax(weights), pair.repeats, work.arch.head_dim)
     _apply(work, pair, smoothing_scale(amax_K, w_amax_K, strength))
     return strength
@@ -200,18 +201,10 @@ def _fake_quant(scheme: LayerScheme) -> Callable[[Tensor, Tensor], Tensor]:
 
     def run(x_TK: Tensor, w_NK: Tensor) -> Tensor:
         q = quantize_weight(w_NK, weight.fmt, weight.granularity, weight.symmetric, weight.clip)
-        x = x_TK if activation is None else fake_activation(x_TK, activation)
+        x = x_TK if activation is None else fake_quantize(x_TK, activation)
         return x @ q.dequantize().T
 
     return run
-
-
-def fake_activation(x_TK: Tensor, scheme: TensorScheme, scale: Tensor | None = None) -> Tensor:
-    """Activations as a layer reads them: rounded under `scale`, or without one under the range of each block."""
-    blocks = to_blocks(x_TK.float(), scheme.granularity)
-    scale = symmetric_scale(blocks.abs().amax(1, keepdim=True), scheme.fmt) if scale is None else scale.reshape(-1, 1)
-    rounded = dequantize_blocks(quantize_blocks(blocks, scale, None, scheme.fmt), scale, None)
-    return from_blocks(rounded, (x_TK.shape[0], x_TK.shape[1]), scheme.granularity)
 
 
 def _fold(work: _Workspace, pairs: Sequence[_Pair]) -> int:

@@ -75,6 +75,7 @@ def test_search_returns_the_best_of_the_grid() -> None:
     x_TK, weights = outlier_layer()
     x_amax_K = x_TK.abs().amax(0)
     strength, error = search_strength(x_TK, weights, x_amax_K, w8a8, GRID)
+    assert strength is not None
     scales = {a: smoothing_scale(x_amax_K, weights_amax(weights), a) for a in GRID}
     errors = {a: output_error(x_TK, weights, s_K, w8a8) for a, s_K in scales.items()}
     assert errors[strength] == error == min(errors.values())
@@ -100,7 +101,8 @@ def test_search_never_picks_a_broken_strength() -> None:
     calls = iter(range(99))
 
     def first_is_nan(x_TK: Tensor, w_NK: Tensor) -> Tensor:
-        return x_TK @ w_NK.T * (math.nan if next(calls) < len(weights) else 1)
+        call = next(calls) // len(weights)  # strength 0, strength 0.5, left alone
+        return x_TK @ w_NK.T * (math.nan, 1, 2)[call]
 
     strength, error = search_strength(x_TK, weights, x_TK.abs().amax(0), first_is_nan, (0.0, 0.5))
     assert strength == 0.5
@@ -110,5 +112,16 @@ def test_search_never_picks_a_broken_strength() -> None:
 def test_equal_errors_take_the_smaller_strength() -> None:
     """Catches a choice that depends on the order of the grid."""
     x_TK, weights = outlier_layer()
-    zero = search_strength(x_TK, weights, x_TK.abs().amax(0), lambda x, w: x.new_zeros(len(x), len(w)), (0.5, 0.25))
-    assert zero[0] == 0.25
+    calls = iter(range(99))
+
+    def zero_until_left_alone(x_TK: Tensor, w_NK: Tensor) -> Tensor:
+        return x_TK.new_zeros(len(x_TK), len(w_NK)) * (1 if next(calls) < 2 * len(weights) else math.inf)
+
+    assert search_strength(x_TK, weights, x_TK.abs().amax(0), zero_until_left_alone, (0.5, 0.25))[0] == 0.25
+
+
+def test_search_leaves_a_layer_alone_that_gains_nothing() -> None:
+    """Catches smoothing for its own sake: an exact layer cannot get better."""
+    x_TK, weights = outlier_layer()
+    exact = search_strength(x_TK, weights, x_TK.abs().amax(0), lambda x, w: x @ w.T * 0, GRID)
+    assert exact[0] is None
