@@ -18,7 +18,7 @@ def int8_linear(x_TK: Tensor, codes_NK: Tensor, scale_N1: Tensor) -> Tensor:
 
 
 def fake_quantize(x_TK: Tensor, scheme: TensorScheme, scale: Tensor | None = None) -> Tensor:
-    """Activations `[T, K]` as a layer reads them: rounded under `scale`, or without one under each block's own range."""
+    """Activations `[T, K]` as a layer reads them: rounded under `scale`, or under each block's own range."""
     blocks = to_blocks(x_TK.float(), scheme.granularity)
     scale = symmetric_scale(blocks.abs().amax(1, keepdim=True), scheme.fmt) if scale is None else scale.reshape(-1, 1)
     values = dequantize_blocks(quantize_blocks(blocks, scale, None, scheme.fmt), scale, None)

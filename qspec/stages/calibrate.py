@@ -12,7 +12,7 @@ _SHARED_INPUT = {"q_proj": ("k_proj", "v_proj"), "gate_proj": ("up_proj",)}
 
 
 def calibrate(
-    model: LoadedModel, rows: Iterable[list[int]], keep_rows: int = 256, dtype: torch.dtype = torch.float32
+    model: LoadedModel, rows: Iterable[list[int]], keep_rows: int = 128, dtype: torch.dtype = torch.float32
 ) -> LayerStats:
     """Run `rows` of token ids through the float model and record what every linear layer and KV head saw.
 
