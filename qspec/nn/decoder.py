@@ -19,6 +19,14 @@ from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel
 Observer = Callable[[str, Tensor], None]
 """Called with a linear layer's name and its input `[T, K]`, and `….self_attn.k` / `.v` with `[H, T, D]`."""
 
+EXACT_ROWS = 65
+"""Rows per pass up to which a quantized model computes each row as if alone (64 drafts and one).
+
+Rounding to codes is a step function: a last-bit difference in attention can move an activation by a whole INT8 step,
+and the next layers make that visible. Integer matmuls, norms and element-wise steps do not depend on the number of
+rows; attention does, so its rows are kept apart.
+"""
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -127,11 +135,7 @@ class Decoder:
         self._observe(f"{name}.k", k)
         self._observe(f"{name}.v", v)
         k_HLD, v_HLD = self._cache.update(i, start, k, v)
-        prefill = start == 0 and t > 1 and mask_TL is None
-        out = F.scaled_dot_product_attention(
-            q[None], k_HLD[None], v_HLD[None], mask_TL, is_causal=prefill, enable_gqa=a.n_heads != a.n_kv_heads
-        )
-        y_TK = out[0].transpose(0, 1).reshape(t, -1)
+        y_TK = _attend(q, k_HLD, v_HLD, start, mask_TL)
         self._observe(f"{name}.o_proj", y_TK)
         return layer.o(y_TK)
 
@@ -194,6 +198,27 @@ def _layer(w: _Weights, i: int) -> _Layer:
     )
 
 
+def _attend(q_HTD: Tensor, k_HLD: Tensor, v_HLD: Tensor, start: int, mask_TL: Tensor | None) -> Tensor:
+    """Causal attention of the last T positions over L = start + T, heads side by side `[T, H * D]`.
+
+    A few rows on top of a cache are taken one by one, each over its own prefix: exactly what plain decoding computes,
+    bit for bit, so that verifying K + 1 tokens decides as decoding them would (see `EXACT_ROWS`).
+    """
+    t, gqa = q_HTD.shape[1], q_HTD.shape[0] != k_HLD.shape[0]
+
+    def sdpa(q: Tensor, end: int, mask: Tensor | None, is_causal: bool = False) -> Tensor:
+        k, v = k_HLD[None, :, :end], v_HLD[None, :, :end]
+        return F.scaled_dot_product_attention(q[None], k, v, mask, is_causal=is_causal, enable_gqa=gqa)[0]
+
+    if start and t <= EXACT_ROWS:
+        rows = [(start + i + 1, q_HTD[:, i : i + 1], None if mask_TL is None else mask_TL[i]) for i in range(t)]
+        parts = [sdpa(q, end, None if mask is None else mask[None, :end]) for end, q, mask in rows]
+        out_HTD = torch.cat(parts, 1) if t > 1 else parts[0]
+    else:
+        out_HTD = sdpa(q_HTD, start + t, mask_TL, is_causal=mask_TL is None and t > 1)
+    return out_HTD.transpose(0, 1).reshape(t, -1)
+
+
 def _rope_tables(arch: ArchMap, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin `[length, D]`, the half dimensions repeated as transformers lays them out."""
     angles = torch.outer(torch.arange(length).float(), torch.tensor(arch.rope_inv_freq, dtype=torch.float32))
@@ -207,9 +232,9 @@ def _rotate(x_HTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def _causal_mask(start: int, end: int, window: int | None) -> Tensor | None:
-    """Boolean `[T, L]` mask, or None where plain causal attention needs none."""
+    """Boolean `[T, L]` mask, or None where each row sees its whole prefix and `_attend` needs none."""
     windowed = window is not None and end > window
-    if not windowed and (start == 0 or end - start == 1):
+    if not windowed and (start == 0 or end - start <= EXACT_ROWS):
         return None
     query, key = torch.arange(start, end)[:, None], torch.arange(end)[None]
     mask_TL = key <= query

@@ -10,6 +10,10 @@ from torch import Tensor
 from qspec.bridges.hf import load_folder
 from qspec.nn.decoder import Decoder
 from qspec.records import LoadedModel
+from qspec.schema.recipe import KVSpec, QuantSpec
+from qspec.stages.build_plan import build_plan
+from qspec.stages.calibrate import calibrate
+from qspec.stages.quantize import quantize
 from tests.tiny import KINDS, VOCAB_SIZE, tiny_model
 
 TOKENS = torch.randint(5, VOCAB_SIZE, (48,), generator=torch.Generator().manual_seed(1))
@@ -103,3 +107,17 @@ def test_observer_sees_every_linear_input(llama: LoadedModel) -> None:
         shared = name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
         assert seen[shared] == (len(TOKENS), arch.linear_shape(name)[1])
     assert seen["model.layers.1.self_attn.k"] == (arch.n_kv_heads, len(TOKENS), arch.head_dim)
+
+
+def test_quantized_rows_are_computed_as_if_alone(tmp_path: Path) -> None:
+    """Catches verification that rounds other codes than decoding: greedy speculation would change the text."""
+    model = load_folder(tiny_model("llama", tmp_path, vocab_size=2048))
+    stats = calibrate(model, [TOKENS.tolist()])
+    kv = KVSpec(format="fp8_e4m3")
+    quantized = quantize(model, stats, build_plan(QuantSpec(scheme="W8A8", kv=kv)))
+    decoder = Decoder.from_quantized(quantized)
+    decoder.forward(TOKENS[:20])
+    together = decoder.forward(TOKENS[20:29])
+    decoder.truncate(20)
+    alone = torch.cat([decoder.forward(token[None]) for token in TOKENS[20:29]])
+    assert torch.equal(together, alone)
