@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 import qspec
-from qspec.errors import QspecError, RecipeError
+from qspec.errors import OutputError, QspecError, RecipeError
 
 if TYPE_CHECKING:
     from qspec.spec.types import Generation
@@ -34,6 +34,8 @@ Examples:
   qspec run recipes/smollm2-135m-int8-cpu.yaml --set speculation.draft_length.k=3 --out runs/k3
   qspec generate runs/smollm2-135m-int8-cpu/pair "Why is the sky blue?"
   qspec check runs/smollm2-135m-int8-cpu/pair
+  qspec inspect org/model --calibrate gutenberg    # outliers, and what each scheme would cost, before a recipe
+  qspec inspect runs/smollm2-135m-int8-cpu/pair    # formats and scales of every layer, after it
 """
 
 app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -162,6 +164,45 @@ def check(pair: PairFolder) -> None:
     for finding in qspec.check(pair):
         print(finding)
     print(f"{pair}: intact")
+
+
+@app.command()
+def inspect(
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|PAIR",
+            help="Hub id, folder, *.gguf, package:…, as in a recipe; or a pair's folder.",
+        ),
+    ],
+    calibrate: Annotated[
+        str | None,
+        typer.Option(metavar="DATASET", help="Text to run it on, as in a recipe: measures activations and KV cache."),
+    ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="A line for every layer too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, always with every layer.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with charts.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, tag or branch of a Hub model.")] = None,
+) -> None:
+    """Look into a model before it is quantized, or into a pair after.
+
+    A model: ranges, kurtosis and outlier channels of every linear layer, and the error that each scheme would make. A
+    pair: formats, scales, saturated codes and bytes, and where its KV scales come from.
+    """
+    from qspec.provenance import atomic_write
+    from qspec.stages import report_html, report_text
+    from qspec.stages.inspect import as_data, inspect as look_into
+    from qspec.stages.inspect_document import document
+
+    if html is not None and html.is_dir():
+        raise OutputError(f"--html {html}", "is a folder", "give the path of the page to write")
+    view = look_into(reference, revision, calibrate)
+    if html is not None:
+        atomic_write(html, report_html.render(document(view, page=True)))
+    if as_json:
+        print(json.dumps(as_data(view), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        print(report_text.render(document(view, layers)), end="")
 
 
 @app.command()

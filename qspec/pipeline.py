@@ -41,6 +41,7 @@ from qspec.stages.planned import PlannedPair
 from qspec.stages.preview import admit
 from qspec.stages.quantize import quantize
 from qspec.stages.report import report
+from qspec.stages.sequential import refine
 from qspec.stages.transform import transform, truncate_layers
 
 R = TypeVar("R", bound=Record)
@@ -77,7 +78,9 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
         package(target, draft, recipe, out)
     loaded = open_pair(pair)
     accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: _evaluate(recipe, originals, loaded, out, progress))
-    speed = _kept(out / "work/speed.json", Speed, lambda: _bench(recipe, planned, originals, loaded, progress))
+    speed = None
+    if recipe.device == "cpu":
+        speed = _kept(out / "work/speed.json", Speed, lambda: _bench(recipe, planned, originals, loaded, progress))
     results = _results(recipe, loaded, accuracy, speed)
     progress.stage("report")
     report(results, out / "report")
@@ -92,8 +95,8 @@ def load_originals(recipe: Recipe, progress: Progress) -> Originals:
     progress.stage("load")
     target = load(recipe.target)
     if isinstance(recipe.draft, SelfDraft):
-        layers = recipe.draft.layers or target.arch.n_layers
-        return Originals(target, truncate_layers(target, layers))
+        layers = recipe.draft.layers
+        return Originals(target, target if layers is None else truncate_layers(target, layers))
     if not isinstance(recipe.draft, ModelDraft):
         return Originals(target, None)
     draft = load(recipe.draft)
@@ -106,35 +109,50 @@ def quantize_halves(
 ) -> tuple[QuantizedModel, QuantizedModel | None]:
     """Both halves under their plans; each is kept in `work` when it is done, so that a resumed run reads it back."""
     rows = calibration_rows(recipe.calibration, originals.target.tokenizer, recipe.seed)
-    target = _half(recipe, recipe.target.quantization, originals.target, rows, work / "target", progress)
+    text = Calibration(rows, progress)
+    target = _half(recipe, recipe.target.quantization, originals.target, text, work / "target")
     if originals.draft is None:
         return target, None
     assert isinstance(recipe.draft, ModelDraft | SelfDraft)
-    return target, _half(recipe, recipe.draft.quantization, originals.draft, rows, work / "draft", progress)
+    return target, _half(recipe, recipe.draft.quantization, originals.draft, text, work / "draft")
+
+
+class Calibration:
+    """Calibration text, and the statistics of each model on it, measured once (a self draft shares the target's)."""
+
+    def __init__(self, rows: list[list[int]], progress: Progress) -> None:
+        self.rows, self.progress = rows, progress
+        self._known: list[tuple[LoadedModel, LayerStats]] = []
+
+    def statistics(self, model: LoadedModel) -> LayerStats:
+        for known, stats in self._known:
+            if known is model:
+                return stats
+        stats = calibrate(model, self.progress.track(self.rows, "calibrate", len(self.rows), "texts"))
+        self._known.append((model, stats))
+        return stats
 
 
 def quantize_model(
-    model: LoadedModel, spec: QuantSpec, fusion: FusionSpec, rows: list[list[int]], work: Path, progress: Progress
+    model: LoadedModel, spec: QuantSpec, fusion: FusionSpec, text: Calibration, work: Path
 ) -> QuantizedModel:
     """One model under one plan: calibrate, transform, quantize, fuse."""
     plan = build_plan(spec)
     if spec.engine == "llmcompressor":
-        return fuse(oneshot.quantize(model, spec, plan, rows, work))
-    stats: LayerStats | None = None
-    if needs_statistics(plan.resolve(model.arch.linears()), plan, spec):
-        stats = calibrate(model, progress.track(rows, "calibrate", len(rows), "texts"))
-    model, stats, notes = transform(model, stats, spec, fusion, plan)
-    quantized = quantize(model, stats, plan, fusion.share_scales, progress)
+        return fuse(oneshot.quantize(model, spec, plan, text.rows, work))
+    needed = set(needs_statistics(plan.resolve(model.arch.linears()), plan, spec)) - {"gptq"}  # measures for itself
+    model, stats, notes = transform(model, text.statistics(model) if needed else None, spec, fusion, plan)
+    quantized = quantize(model, stats, plan, fusion.share_scales, text.progress)
+    if spec.method == "gptq":
+        quantized = refine(model, quantized, text.rows, text.progress)
     return fuse(replace(quantized, notes=(*notes, *quantized.notes)))
 
 
-def _half(
-    recipe: Recipe, spec: QuantSpec, model: LoadedModel, rows: list[list[int]], folder: Path, progress: Progress
-) -> QuantizedModel:
+def _half(recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path) -> QuantizedModel:
     if folder.exists():
         return compressed.read(folder)
-    progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
-    quantized = quantize_model(model, spec, recipe.fusion, rows, folder.parent, progress)
+    text.progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
+    quantized = quantize_model(model, spec, recipe.fusion, text, folder.parent)
     with staged_dir(folder) as part:
         compressed.write(quantized, part, stored_dtype(recipe, quantized))
     return quantized
@@ -155,7 +173,8 @@ def quantize_checkpoint(
     loaded = load(model)
     rows = calibration_rows(calibration or CalibrationSpec(), loaded.tokenizer, seed=0)
     with TemporaryDirectory(dir=out.absolute().parent) as work:
-        quantized = quantize_model(loaded, model.quantization, fusion or FusionSpec(), rows, Path(work), progress)
+        text = Calibration(rows, progress)
+        quantized = quantize_model(loaded, model.quantization, fusion or FusionSpec(), text, Path(work))
     with staged_dir(out) as part:
         compressed.write(quantized, part, source_dtype(quantized.config))
     return quantized
@@ -200,13 +219,16 @@ def _bench(recipe: Recipe, planned: PlannedPair, originals: Originals, pair: Loa
     return bench(arms, originals.target.tokenizer, recipe, progress, eos_ids=arch.eos_ids)
 
 
-def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed) -> Results:
+def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed | None) -> Results:
     notes = {"target": pair.model.notes}
     if pair.draft_model is not None:
         notes["draft"] = pair.draft_model.notes
     digests = {
         f"pair/{entry.path}": entry.sha256 for entry in pair.manifest.files if entry.path.endswith("safetensors")
     }
+    elsewhere = (
+        f"Speed was not measured: qspec's engine runs on the CPU, the pair is for {recipe.device} (serve it there)."
+    )
     return Results(
         name=recipe.name,
         recipe=recipe.as_dict(),
@@ -215,6 +237,7 @@ def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed)
         accuracy=accuracy,
         speed=speed,
         notes=notes,
+        limits=() if speed is not None else (elsewhere,),
     )
 
 

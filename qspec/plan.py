@@ -30,6 +30,11 @@ class LayerScheme:
     weight: TensorScheme
     activation: TensorScheme | None = None
 
+    @property
+    def static_input(self) -> bool:
+        """Whether its input has a stored scale, which only calibration can give."""
+        return self.activation is not None and not self.activation.dynamic
+
 
 @dataclass(frozen=True)
 class KVScheme:
@@ -42,6 +47,16 @@ class KVScheme:
     fmt: NumFormat
     granularity: Literal["tensor", "head", "token_head"]
     scales: Literal["calibrated", "cast"] = "calibrated"
+
+    @property
+    def stored(self) -> bool:
+        """Whether scales are stored with the model; else each token gets its own at run time."""
+        return self.granularity != "token_head"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether stored scales come from data."""
+        return self.stored and self.scales == "calibrated"
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,11 @@ class ArchMap:
         body = [f"model.layers.{i}.{part}" for i in range(self.n_layers) for part in LAYER_LINEARS]
         return [*body, "lm_head"]
 
+    def fused_groups(self) -> list[tuple[str, ...]]:
+        """`FUSED_GROUPS` of every layer, by full names."""
+        layers = [f"model.layers.{i}" for i in range(self.n_layers)]
+        return [tuple(f"{layer}.{part}" for part in group) for layer in layers for group in FUSED_GROUPS]
+
     def linear_shape(self, name: str) -> tuple[int, int]:
         """`(out, in)` of a linear layer's weight."""
         h, f = self.hidden_size, self.intermediate_size

@@ -14,6 +14,7 @@ import qspec
 from qspec import cli, pipeline
 from qspec.errors import IntegrityError
 from qspec.spec.types import Generation, StepRecord
+from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = str(ROOT / "recipes" / "llama-3.1-8b-fp8-h100.yaml")
@@ -44,6 +45,10 @@ def test_help_names_the_first_three_commands_and_loads_nothing_heavy():
         (["generate", "x", "hi", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "no-such-pair", "hi"], "no-such-pair"),
         (["check", "no-such-pair"], "no-such-pair"),
+        (["inspect", "no-such-model"], "no-such-model"),
+        (["inspect", str(ROOT)], "config.json"),
+        (["inspect", "org/model", "--calibrate", "no-such-data"], "no-such-data"),
+        (["inspect", "org/model", "--html", str(ROOT)], "is a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments: list[str], part: str, capsys: Capture):
@@ -131,6 +136,20 @@ def test_check_prints_what_it_found(monkeypatch: pytest.MonkeyPatch, capsys: Cap
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "target/config.json" in printed.err
+
+
+def test_inspect_prints_tables_or_json_and_writes_the_page(tmp_path: Path, capsys: Capture):
+    """Would catch options that do not arrive, and JSON mixed with text."""
+    model, page = str(tiny_model("llama", tmp_path / "model")), tmp_path / "new" / "page.html"
+    assert cli.main(["inspect", model, "--html", str(page)]) == 0
+    short = capsys.readouterr().out
+    assert "Cost of a scheme" in short
+    assert "<svg" in page.read_text(encoding="utf-8")
+    assert cli.main(["inspect", model, "--layers"]) == 0
+    assert "1.mlp.down_proj" in capsys.readouterr().out.removeprefix(short)
+    assert "1.mlp.down_proj" not in short
+    assert cli.main(["inspect", model, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["layers"]) == 15
 
 
 def test_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capture):

@@ -1,1 +1,1 @@
-"""One external library per file."""
+"""Everything foreign: one home per external library, its formats and rules beside it."""

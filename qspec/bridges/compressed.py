@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qspec.bridges import hf, quant_config, sidecar
-from qspec.bridges.tensors import read_tensors, write_tensors
+from qspec.bridges.tensors import SINGLE, read_tensors, write_tensors
 from qspec.errors import OutputError, RecipeError, SourceError
 from qspec.numerics.affine import QTensor, quantize_matrix
 from qspec.numerics.blocks import scale_shape
@@ -23,7 +23,6 @@ from qspec.numerics.packing import pack_int4, unpack_int4
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel
 
-WEIGHTS = "model.safetensors"
 _KV = ("k_scale", "v_scale")
 
 
@@ -31,7 +30,7 @@ def write(model: QuantizedModel, folder: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint folder; what is not quantized is stored as `dtype`. No tensor is dropped or renamed."""
     refuse_tied_head(model.arch, model.linears)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / WEIGHTS, dict(_all_tensors(model, dtype)))
+    write_tensors(folder / SINGLE, dict(_all_tensors(model, dtype)))
     _write_json(folder / "config.json", _config(model, dtype))
     _write_json(folder / "generation_config.json", _generation_config(model))
     (folder / sidecar.NAME).write_text(sidecar.encode(model), encoding="utf-8")
@@ -191,8 +190,7 @@ def _read_linear(stored: _Reader, layer: str, scheme: LayerScheme) -> QLinear:
         zero = unpack_int4(zero.T, n).T
     scale = scale.reshape(scale_shape((n, k), scheme.weight.granularity))
     weight = QTensor(codes, scale, None if zero is None else zero.float(), fmt, scheme.weight.granularity)
-    static = scheme.activation is not None and not scheme.activation.dynamic
-    input_scale = _floored(stored.take(f"{layer}.input_scale")).reshape(1) if static else None
+    input_scale = _floored(stored.take(f"{layer}.input_scale")).reshape(1) if scheme.static_input else None
     return QLinear(_requantized(weight), scheme.activation, input_scale, stored.find(f"{layer}.bias"))
 
 

@@ -3,21 +3,20 @@
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qspec.bridges.gguf_file import GGUFFile, TensorInfo
-from qspec.bridges.hf import ByteBPE, HFTokenizer, arch_from_config, build_tokenizer
+from qspec.bridges.hf import SPLITTERS, ByteBPE, HFTokenizer, arch_from_config, build_tokenizer
 from qspec.bridges.layout import check_shapes
 from qspec.errors import SourceError
 from qspec.provenance import sha256_file
 from qspec.records import ArchMap, LoadedModel
 
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-SPLITTERS: dict[str, Literal["smollm", "gpt-2", "qwen2"]] = {"smollm": "smollm", "gpt-2": "gpt-2", "qwen2": "qwen2"}
 _USE_FOLDER = "use the transformers folder (safetensors) of this model"
 _SPECIAL = 3  # token type "control"
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -88,8 +87,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 def tokenizer_from_gguf(file: GGUFFile) -> HFTokenizer:
     """The model's tokenizer rebuilt from tokens, merges and token types; only byte-level BPE."""
     data = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
-    splitter = SPLITTERS.get(str(data.get("pre")))
-    if data.get("model") != "gpt2" or splitter is None:
+    splitter = str(data.get("pre"))
+    if data.get("model") != "gpt2" or splitter not in SPLITTERS:
         rule = "is not supported from a GGUF file, only byte-level BPE split as " + ", ".join(SPLITTERS)
         raise SourceError(f"{file.path}: tokenizer {data.get('model')!r} / {data.get('pre')!r}", rule, _USE_FOLDER)
     first, _, second = zip(*(merge.partition(" ") for merge in _need(file, "tokenizer.ggml.merges")), strict=True)

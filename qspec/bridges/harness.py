@@ -21,7 +21,7 @@ from qspec.nn.lm import LM
 from qspec.progress import Progress
 from qspec.records import Tokenizer
 from qspec.schema.problems import closest
-from qspec.schema.recipe import TaskSpec
+from qspec.schema.recipe import MMLU_PRO_SUBJECTS, TaskSpec
 from qspec.schema.results import Scalar
 
 DEFAULT_GEN_TOKS = 256
@@ -53,17 +53,17 @@ class Scores:
 def evaluate(lm: LM, tokenizer: Tokenizer, task: TaskSpec, eos_ids: Collection[int], progress: Progress) -> Scores:
     """Run a task through qspec's engine, greedily.
 
-    Raises `RecipeError` for an unknown task or subject, and for answers that leave no room for a prompt.
+    Raises `RecipeError` for an unknown task, and for answers that leave no room for a prompt.
     """
     engine = Engine(lm, tokenizer, eos_ids)
     condition: dict[str, Scalar] = {"bos": bool(tokenizer.encode("")), "context": lm.max_length}
     return _run(_engine_model(engine, progress), engine.cuts, task, condition)
 
 
-def evaluate_folder(folder: Path, task: TaskSpec, dtype: str = "float32", device: str = "cpu") -> Scores:
-    """Run a task through the harness's transformers backend on a model folder (compressed weights included)."""
+def evaluate_folder(folder: Path, task: TaskSpec) -> Scores:
+    """Run a task through the harness's transformers backend on a model folder (compressed weights included), on CPU."""
     cuts = Cuts()
-    model = _folder_model(folder, cuts, pretrained=str(folder), dtype=dtype, device=device, batch_size=1)
+    model = _folder_model(folder, cuts)
     condition: dict[str, Scalar] = {"bos": bool(model.tok_encode("")), "context": model.max_length}
     return _run(model, cuts, task, condition)
 
@@ -148,14 +148,10 @@ def _mmlu_pro_files(task: TaskSpec, folder: Path) -> list[Path]:
     import lm_eval.tasks
 
     source = Path(lm_eval.tasks.__file__).parent / "mmlu_pro"
-    known = {path.stem.removeprefix("mmlu_pro_"): path for path in sorted(source.glob("mmlu_pro_*.yaml"))}
-    chosen = [name.replace(" ", "_") for name in task.subjects] if task.subjects else list(known)
-    for name in chosen:
-        if name not in known:
-            fix = f"{closest(name, list(known))}use one of: {', '.join(known)}"
-            raise RecipeError(f"MMLU-Pro subject {name!r}", "does not exist", fix)
+    chosen = [subject.replace(" ", "_") for subject in task.subjects or MMLU_PRO_SUBJECTS]
+    originals = [source / f"mmlu_pro_{subject}.yaml" for subject in chosen]
     data = local_files("mmlu_pro")
-    return [_local_task(known[name], data, folder) if data else known[name] for name in chosen]
+    return [_local_task(original, data, folder) for original in originals] if data else originals
 
 
 def _local_task(original: Path, data: Mapping[str, Path], folder: Path) -> Path:
@@ -224,7 +220,7 @@ def _engine_model(engine: Engine, progress: Progress) -> Any:
     return QspecLM()
 
 
-def _folder_model(folder: Path, cuts: Cuts, **options: Any) -> Any:
+def _folder_model(folder: Path, cuts: Cuts) -> Any:
     """The harness's transformers model, which also notes the answers that hit the token limit."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import hash_string
@@ -247,6 +243,6 @@ def _folder_model(folder: Path, cuts: Cuts, **options: Any) -> Any:
             if kind == "generate_until" and self.full:
                 cuts.answers.add(hash_string(request[0]))
 
-    model = FolderLM(**options)
+    model = FolderLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
     model.set_cache_hook(model)
     return model

@@ -62,11 +62,12 @@ class Engine:
         """Log-likelihood (nats) of `continuation` and whether it is the greedy one; cut from the left if too long."""
         if not continuation:
             return 0.0, True
-        ids, count = [*context, *continuation][-(self.lm.max_length + 1) :], len(continuation)
+        ids = [*context, *continuation][-(self.lm.max_length + 1) :]
+        count = min(len(continuation), len(ids) - 1)
         self.lm.truncate(0)
         with torch.no_grad():
             logits_CV = self.lm.forward(torch.tensor(ids[:-1]), last=count)
-        targets_C = torch.tensor(continuation, device=logits_CV.device)
+        targets_C = torch.tensor(ids[-count:], device=logits_CV.device)
         chosen_C = logits_CV.log_softmax(-1).gather(-1, targets_C.unsqueeze(-1))
         return float(chosen_C.sum()), bool((logits_CV.argmax(-1) == targets_C).all())
 

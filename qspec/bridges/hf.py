@@ -16,6 +16,8 @@ from qspec.bridges.tensors import read_tensors, weights_sha256
 from qspec.errors import SourceError
 from qspec.records import ArchMap, LoadedModel
 
+SPLITTERS = ("smollm", "gpt-2", "qwen2")
+"""Pre-tokenizers of byte-level BPE, as GGUF names them."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -163,7 +165,7 @@ class ByteBPE:
     tokens: Sequence[str]
     merges: Sequence[tuple[str, str]]
     special_ids: Collection[int]
-    splitter: Literal["smollm", "gpt-2", "qwen2"]
+    splitter: str  # one of SPLITTERS
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None

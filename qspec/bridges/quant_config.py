@@ -6,7 +6,7 @@ from typing import Any
 
 from qspec.errors import RecipeError, SourceError
 from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from qspec.numerics.formats import FP8_E4M3, INT4, INT8, NumFormat
+from qspec.numerics.formats import FP8_E4M3, INT4, INT8
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
 
 Resolved = Mapping[str, LayerScheme | None]
@@ -66,7 +66,7 @@ def decode(config: Mapping[str, Any], layers: Iterable[str]) -> tuple[dict[str, 
 
 def encode_kv(kv: KVScheme | None) -> dict[str, Any] | None:
     """`kv_cache_scheme`: float8 with static scales. Dynamic scales are a serving flag, so None."""
-    if kv is None or kv.granularity == "token_head":
+    if kv is None or not kv.stored:
         return None
     scheme = _encode_tensor(TensorScheme(kv.fmt, PerTensor()), observer=None)
     return scheme | {"strategy": "attn_head" if kv.granularity == "head" else "tensor"}
@@ -77,8 +77,8 @@ def decode_kv(args: Mapping[str, Any] | None) -> KVScheme | None:
     if args is None:
         return None
     strategy = args.get("strategy") or "tensor"
-    stored = (args["type"], args["num_bits"]) == ("float", 8) and args.get("symmetric", True) and not args["dynamic"]
-    if not stored or strategy not in ("tensor", "attn_head"):
+    fp8 = (args["type"], args["num_bits"]) == ("float", 8)
+    if not fp8 or not args.get("symmetric", True) or args.get("dynamic") or strategy not in ("tensor", "attn_head"):
         raise SourceError(
             f"kv_cache_scheme {strategy}", "only static FP8 scales are read", "quantize the KV cache again"
         )
@@ -136,8 +136,7 @@ def _first(layer: str, targets: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def _encode_group(scheme: LayerScheme, layers: list[str], every: list[str], only: bool) -> dict[str, Any]:
-    activation = scheme.activation
-    observer = None if activation is None or activation.dynamic else "static_minmax"
+    activation, observer = scheme.activation, "static_minmax" if scheme.static_input else None
     head = patterns(["lm_head"], every) if "lm_head" in layers else []  # runtimes do not count it as a `Linear`
     return {
         "format": _format(scheme),
@@ -235,12 +234,8 @@ def _scheme_name(weight: TensorScheme, activation: TensorScheme | None) -> str:
     """The field's name for a scheme that was read from elsewhere."""
     if activation is None:
         return f"W{weight.fmt.bits}A16"
-    if not _is_fp8(weight.fmt):
+    if not weight.fmt.is_float:
         return f"W{weight.fmt.bits}A{activation.fmt.bits}"
     if isinstance(weight.granularity, PerBlock):
         return "FP8_BLOCK"
     return "FP8_DYNAMIC" if activation.dynamic else "FP8"
-
-
-def _is_fp8(fmt: NumFormat) -> bool:
-    return fmt.is_float and fmt.bits == 8

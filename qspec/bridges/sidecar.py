@@ -83,7 +83,7 @@ def _decode_clip(clip: Mapping[str, Any] | None) -> Clip:
 
 def _encode_kv(kv: KVScheme | None) -> dict[str, Any] | None:
     """Only what `kv_cache_scheme` cannot say: dynamic scales, and scales that were not calibrated."""
-    if kv is None or (kv.granularity != "token_head" and kv.scales == "calibrated"):
+    if kv is None or kv.calibrated:
         return None
     return {"format": kv.fmt.name, "granularity": kv.granularity, "scales": kv.scales}
 

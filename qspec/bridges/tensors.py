@@ -27,11 +27,6 @@ class LazyTensors(Mapping[str, Tensor]):
         self._files = dict(files)
         self._open: dict[Path, Any] = {}
 
-    @property
-    def paths(self) -> list[Path]:
-        """The files read from, sorted."""
-        return sorted(set(self._files.values()))
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header alone."""
         return tuple(self._handle(name).get_slice(name).get_shape())
@@ -96,24 +91,13 @@ def read_tensors(source: str | Path) -> LazyTensors:
 
 
 def weights_sha256(source: str | Path) -> str:
-    """Digest that identifies weights cheaply: a single file's content; for shards, the index and every shard's size."""
+    """Digest that identifies weights: that of a single file; for shards, over the digests of index and shards."""
     path = Path(source)
-    files = [path] if path.is_file() else weight_files(path)
-    if len(files) == 1:
-        return sha256_file(files[0])
-    digest = hashlib.sha256(files[0].read_bytes())
-    for shard in files[1:]:
-        digest.update(f"{shard.name} {shard.stat().st_size}\n".encode())
-    return digest.hexdigest()
+    digests = [sha256_file(file) for file in ([path] if path.is_file() else weight_files(path))]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def read_metadata(path: str | Path) -> dict[str, str]:
-    """The free-form string metadata in a file's header."""
-    with _open(Path(path)) as handle:
-        return dict(handle.metadata() or {})
-
-
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one file. Tensors may be views or share memory: each is written whole, under its own name."""
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -122,7 +106,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
         storage = value.untyped_storage().data_ptr()
         plain[name] = value.clone() if storage in seen else value
         seen.add(storage)
-    safetensors.torch.save_file(plain, str(path), metadata={"format": "pt", **(metadata or {})})
+    safetensors.torch.save_file(plain, str(path), metadata={"format": "pt"})
 
 
 def _open(path: Path) -> Any:

@@ -6,13 +6,14 @@ it was calibrated on.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 import json
 import logging
 import os
 from pathlib import Path
 import random
-from typing import Any, TypedDict
+from typing import Any
 
 from qspec.errors import RecipeError, SourceError
 from qspec.records import Tokenizer
@@ -21,17 +22,37 @@ from qspec.schema.problems import closest
 from qspec.schema.recipe import CalibrationSpec, Recipe
 
 Row = dict[str, Any]
-Messages = list[dict[str, str]]
 SUFFIXES = (".jsonl", ".parquet", ".txt")
 
 log = logging.getLogger("qspec")
 
 
-class Prompt(TypedDict):
-    """One request of a benchmark."""
+@dataclass(frozen=True)
+class Prompt:
+    """One request of a benchmark: what the user says first."""
 
     category: str
-    messages: Messages
+    text: str
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A data set where its rows come from: the file at `path`, or the Hub when that is None."""
+
+    name: str
+    entry: DataSet
+    path: Path | None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields that carry a row's text there."""
+        return self.entry.text if self.path is not None else self.entry.remote.text or self.entry.text
+
+    def rows(self, limit: int | None = None) -> list[Row]:
+        if self.path is not None:
+            return list(islice(_read_file(self.path), limit))
+        most = min(n for n in (limit, self.entry.remote.rows, 10**9) if n is not None)
+        return list(islice(_stream(self.name, self.entry.remote), most))
 
 
 def load_rows(name: str, limit: int | None = None) -> list[Row]:
@@ -39,19 +60,20 @@ def load_rows(name: str, limit: int | None = None) -> list[Row]:
 
     Raises `RecipeError` for a name that is neither, `SourceError` when the rows cannot be had.
     """
-    entry, path = _find(name)
-    if path is not None:
-        return list(islice(_read_file(path), limit))
-    most = min(n for n in (limit, entry.remote.rows, 10**9) if n is not None)
-    return list(islice(_stream(name, entry.remote), most))
+    return _find(name).rows(limit)
+
+
+def data_names(recipe: Recipe) -> list[str]:
+    """Every data set that the recipe reads, once."""
+    names = [source.name for source in recipe.calibration.data]
+    names += [recipe.evaluation.fidelity.data] if recipe.evaluation.fidelity else []
+    names += [task.name for task in recipe.evaluation.tasks if task.name in read_datasets()]
+    return list(dict.fromkeys([*names, recipe.benchmark.prompts]))
 
 
 def require_data(recipe: Recipe) -> None:
     """Read one row of every data set that the recipe names, so that a missing one is refused before compute."""
-    names = [source.name for source in recipe.calibration.data]
-    names += [recipe.evaluation.fidelity.data] if recipe.evaluation.fidelity else []
-    names += [task.name for task in recipe.evaluation.tasks if task.name in read_datasets()]
-    for name in dict.fromkeys([*names, recipe.benchmark.prompts]):
+    for name in data_names(recipe):
         load_rows(name, limit=1)
 
 
@@ -65,8 +87,16 @@ def local_files(name: str) -> dict[str, Path]:
 
 def origin(name: str) -> str:
     """Where the rows of `name` come from, as a report states it: a file's name or a Hub data set."""
-    entry, path = _find(name)
-    return path.name if path is not None else entry.remote.file or entry.remote.path
+    source = _find(name)
+    return source.path.name if source.path is not None else source.entry.remote.file or source.entry.remote.path
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], bool]:
+    """A request as it is served, and whether through a chat template; a model without one gets plain text."""
+    try:
+        return tokenizer.chat([{"role": "user", "content": prompt}]), True
+    except SourceError:
+        return tokenizer.encode(prompt), False
 
 
 def calibration_rows(spec: CalibrationSpec, tokenizer: Tokenizer, seed: int) -> list[list[int]]:
@@ -76,18 +106,18 @@ def calibration_rows(spec: CalibrationSpec, tokenizer: Tokenizer, seed: int) -> 
     (a warning in the log) when the text is short; none raises `SourceError`.
     """
     rows: list[list[int]] = []
-    for source, samples in zip(spec.data, _shares([d.weight for d in spec.data], spec.samples), strict=True):
-        generator = random.Random(f"{seed} {source.name}")
-        entry, data = _find(source.name)[0], load_rows(source.name)
-        half, fields = data[: max(1, len(data) // 2)], _text_fields(source.name)
+    for data, samples in zip(spec.data, _shares([d.weight for d in spec.data], spec.samples), strict=True):
+        source, generator = _find(data.name), random.Random(f"{seed} {data.name}")
+        all_rows = source.rows()
+        half = all_rows[: max(1, len(all_rows) // 2)]
         if spec.chat_template:
-            found = _conversations(half, entry, fields, samples, spec.length, tokenizer, generator)
+            found = _conversations(half, source, samples, spec.length, tokenizer, generator)
         else:
-            texts = [_text(row, fields) for row in half]
-            starts = [(i + generator.random()) / max(1, samples) for i in range(samples)]
-            found = _token_windows(texts, entry.join, starts, spec.length, tokenizer)
+            texts = [_text(row, source.fields) for row in half]
+            starts = [(i + generator.random()) / samples for i in range(samples)]
+            found = _token_windows(texts, source.entry.join, starts, spec.length, tokenizer)
         if len(found) < samples:
-            log.warning("calibration data %s: %d of %d rows, the text is short", source.name, len(found), samples)
+            log.warning("calibration data %s: %d of %d rows, the text is short", data.name, len(found), samples)
         rows += found
     if not rows:
         names = ", ".join(d.name for d in spec.data)
@@ -97,10 +127,11 @@ def calibration_rows(spec: CalibrationSpec, tokenizer: Tokenizer, seed: int) -> 
 
 def windows(name: str, count: int, length: int, tokenizer: Tokenizer) -> list[list[int]]:
     """At most `count` windows of `length` tokens from the second half of a data set: in order, apart, BOS first."""
-    data, fields = load_rows(name), _text_fields(name)
-    texts = [_text(row, fields) for row in data[len(data) // 2 :]]
+    source = _find(name)
+    rows = source.rows()
+    texts = [_text(row, source.fields) for row in rows[len(rows) // 2 :]]
     starts = [i / count for i in range(count)]
-    found = _token_windows(texts, _find(name)[0].join, starts, length, tokenizer)
+    found = _token_windows(texts, source.entry.join, starts, length, tokenizer)
     if not found:
         raise SourceError(name, f"its second half holds no window of {length} tokens", "lower the window length")
     return found
@@ -110,15 +141,15 @@ def prompts(
     name: str,
     per_category: int,
     categories: Sequence[str] | None = None,
-    fits: Callable[[Messages], bool] | None = None,
+    fits: Callable[[str], bool] | None = None,
 ) -> list[Prompt]:
-    """The first `per_category` requests of every category (first turns, one user message each) that `fits` lets pass.
+    """The first `per_category` requests of every category (first turns) that `fits` lets pass.
 
     A data set may group its categories (Spec-Bench's eight of MT-bench are `multi_turn`); by default the groups count,
     and both kinds of name may be asked for.
     """
-    entry, rows = _find(name)[0], load_rows(name)
-    fields = entry.prompt or _text_fields(name)
+    source = _find(name)
+    entry, rows, fields = source.entry, source.rows(), source.entry.prompt or source.fields
     group = {member: wide for wide, members in entry.groups.items() for member in members}
     own = [_category(row, entry) for row in rows]
     wide = [group.get(category, category) for category in own]
@@ -126,9 +157,9 @@ def prompts(
     chosen: list[Prompt] = []
     for category in wanted:
         matching = (row for row, a, b in zip(rows, own, wide, strict=True) if category in (a, b))
-        requests = ([{"role": "user", "content": _text(row, fields)}] for row in matching)
-        fitting = (messages for messages in requests if messages[0]["content"] and (fits is None or fits(messages)))
-        chosen += [Prompt(category=category, messages=messages) for messages in islice(fitting, per_category)]
+        texts = (_text(row, fields) for row in matching)
+        fitting = (text for text in texts if text and (fits is None or fits(text)))
+        chosen += [Prompt(category, text) for text in islice(fitting, per_category)]
         if category not in own and category not in wide:
             valid = sorted({*own, *wide})
             fix = f"{closest(category, valid)}use one of: {', '.join(valid)}"
@@ -138,27 +169,22 @@ def prompts(
     return chosen
 
 
-def _find(name: str) -> tuple[DataSet, Path | None]:
-    """Entry and local file of a name; a user's own file gets an entry with the usual field names."""
+def _find(name: str) -> _Source:
+    """The data set of a name; a user's own file gets an entry with the usual field names."""
     if name.endswith(SUFFIXES):
         path = Path(name).expanduser()
         if not path.is_file():
             raise SourceError(name, "does not exist", "give the path of a .jsonl, .parquet or .txt file")
         own = RemoteSet(path=path.name, split="train")
-        return DataSet(local=LocalFile(file=name), remote=own, text=("text",), category="category"), path
+        entry = DataSet(local=LocalFile(file=name), remote=own, text=("text",), category="category")
+        return _Source(name, entry, path)
     entry = dataset(name)
-    return entry, _local(entry.local.file)
+    return _Source(name, entry, _local(entry.local.file))
 
 
 def _local(file: str) -> Path | None:
     path = Path(os.environ.get("QSPEC_DATA", "../shared/data")).expanduser() / file
     return path if path.is_file() else None
-
-
-def _text_fields(name: str) -> tuple[str, ...]:
-    """Fields that carry a row's text where the rows come from."""
-    entry, path = _find(name)
-    return entry.text if path is not None else entry.remote.text or entry.text
 
 
 def _read_file(path: Path) -> Iterator[Row]:
@@ -202,8 +228,8 @@ def _load_dataset(path: str, **options: Any) -> Iterable[Row]:
 
 def _text(row: Row, fields: Sequence[str]) -> str:
     """The fields' text, joined by an empty line; a list gives its items on lines."""
-    parts = [part for field in fields for part in ["\n".join(_items(row, field.split(".")))] if part]
-    return "\n\n".join(parts)
+    parts = ("\n".join(_items(row, field.split("."))) for field in fields)
+    return "\n\n".join(part for part in parts if part)
 
 
 def _items(value: Any, path: Sequence[str]) -> list[str]:
@@ -266,8 +292,7 @@ def _window(
 
 def _conversations(
     rows: Sequence[Row],
-    entry: DataSet,
-    fields: Sequence[str],
+    source: _Source,
     samples: int,
     length: int,
     tokenizer: Tokenizer,
@@ -275,8 +300,9 @@ def _conversations(
 ) -> list[list[int]]:
     """Rows as one exchange each, through the chat template, with the reference answer where there is one."""
     found: list[list[int]] = []
+    entry = source.entry
     for row in generator.sample(list(rows), len(rows)):
-        user = _text(row, entry.prompt or fields)
+        user = _text(row, entry.prompt or source.fields)
         if user and len(found) < samples:
             answer = tokenizer.encode(_text(row, entry.answer), special=False) if entry.answer else []
             found.append([*tokenizer.chat([{"role": "user", "content": user}]), *answer][:length])

@@ -107,20 +107,25 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
-        start, end = self._length, self._length + tokens_T.shape[0]
-        assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
-        rope = (self._cos[start:end], self._sin[start:end])
-        mask_TL = _causal_mask(start, end, self.arch.sliding_window)
-        x_TK = F.embedding(tokens_T, self._embed_VK) * self.arch.embed_scale
-        for i, layer in enumerate(self._layers):
-            x_TK = x_TK + self._attention(i, layer, self._normed(x_TK, layer.input_norm), start, rope, mask_TL)
-            x_TK = x_TK + self._mlp(i, layer, self._normed(x_TK, layer.post_norm))
-        self._length = end
+        x_TK = self.run_layers(F.embedding(tokens_T, self._embed_VK) * self.arch.embed_scale)
         if self.observer is None and last is not None:
             x_TK = x_TK[-last:]
         x_TK = self._normed(x_TK, self._norm)
         self._observe("lm_head", x_TK)
         return self._head(x_TK if last is None else x_TK[-last:]).float()
+
+    @torch.inference_mode()
+    def run_layers(self, x_TK: Tensor) -> Tensor:
+        """Hidden states `[T, hidden]` of the next T positions, from before the first layer to after the last one."""
+        start, end = self._length, self._length + x_TK.shape[0]
+        assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
+        rope = (self._cos[start:end], self._sin[start:end])
+        mask_TL = _causal_mask(start, end, self.arch.sliding_window)
+        for i, layer in enumerate(self._layers):
+            x_TK = x_TK + self._attention(i, layer, self._normed(x_TK, layer.input_norm), start, rope, mask_TL)
+            x_TK = x_TK + self._mlp(i, layer, self._normed(x_TK, layer.post_norm))
+        self._length = end
+        return x_TK
 
     def _attention(
         self, i: int, layer: _Layer, x_TK: Tensor, start: int, rope: tuple[Tensor, Tensor], mask_TL: Tensor | None

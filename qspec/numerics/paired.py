@@ -19,6 +19,14 @@ def proportion_difference(only_a: int, only_b: int, n: int, level: float = 0.95)
     return max(-1.0, centre - half), min(1.0, centre + half)
 
 
+def shown_sign(ci: tuple[float, float], p_value: float | None, significance: float = 0.05) -> int:
+    """Sign of a difference whose interval and (if there is one) test both exclude none; 0 when one of them does not."""
+    low, high = ci
+    if low <= 0 <= high or (p_value is not None and p_value >= significance):
+        return 0
+    return 1 if low > 0 else -1
+
+
 def detectable_difference(deviation: float, n: int, level: float = 0.95, power: float = 0.8) -> float:
     """Smallest true mean difference that `n` pairs show with `power`; `deviation` is that of one pair's difference."""
     law = NormalDist()

@@ -30,11 +30,15 @@ class Rates:
     attention: float
 
 
+def bytes_moved(cost: PassCost, batch: int, context: int) -> float:
+    """What one pass reads: all weights once, and each sequence's cache."""
+    return cost.weight_bytes + batch * context * cost.kv_bytes
+
+
 def pass_seconds(cost: PassCost, rates: Rates, batch: int, context: int, rows: int) -> float:
     """Floor of one pass in seconds."""
-    moved = cost.weight_bytes + batch * context * cost.kv_bytes
     compute = cost.ops / rates.matmul + context * cost.attention_ops / rates.attention
-    return max(moved / rates.bandwidth, batch * rows * compute)
+    return max(bytes_moved(cost, batch, context) / rates.bandwidth, batch * rows * compute)
 
 
 def prefill_seconds(cost: PassCost, rates: Rates, length: int) -> float:

@@ -1,5 +1,6 @@
 """The named data sets of `eval/datasets.yaml`: where their rows lie and which fields carry text."""
 
+from functools import cache
 from typing import Annotated
 
 from pydantic import Field
@@ -43,6 +44,7 @@ class DataSet(Strict):
     groups: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
 
+@cache
 def read_datasets() -> dict[str, DataSet]:
     """All named data sets."""
     path = eval_dir() / "datasets.yaml"

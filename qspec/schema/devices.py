@@ -1,19 +1,20 @@
 """Data-sheet figures of the devices that recipes name (`eval/devices.yaml`)."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from functools import cache
+
+from pydantic import Field
 
 from qspec.eval_files import eval_dir
 from qspec.schema.problems import validate
+from qspec.schema.recipe import Strict
 from qspec.schema.text import parse_yaml, read_text
 
 ADA = 89
 """Compute capability of Ada cards (L40S, RTX 4090): the oldest with FP8 matmuls."""
 
 
-class DeviceSheet(BaseModel):
+class DeviceSheet(Strict):
     """One device. GB and TB/s are decimal; rates are dense 10^12 operations/s; None: unknown, or no such unit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
     title: str
@@ -32,6 +33,7 @@ class DeviceSheet(BaseModel):
         return "CPU" if self.capability is None else f"SM{self.capability}"
 
 
+@cache
 def read_devices() -> dict[str, DeviceSheet]:
     """All sheets by name."""
     path = eval_dir() / "devices.yaml"

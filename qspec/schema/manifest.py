@@ -8,10 +8,11 @@ import json
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from qspec.errors import IntegrityError
 from qspec.schema.problems import validate
+from qspec.schema.recipe import Strict
 
 FORMAT_VERSION: Literal[1] = 1
 NAME = "pair.json"
@@ -29,32 +30,29 @@ def _inside(path: str) -> str:
     return path
 
 
-class Part(BaseModel):
-    """Base of all manifest parts: unknown fields refused, values immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+Inside = Annotated[str, AfterValidator(_inside)]
 
 
-class FileEntry(Part):
+class FileEntry(Strict):
     """One file of the pair."""
 
-    path: Annotated[str, AfterValidator(_inside)]
+    path: Inside
     bytes: int = Field(ge=0)
     sha256: Sha256
 
 
-class Half(Part):
+class Half(Strict):
     """Target or draft. `source`: model, revision, sha256 of the original; `schemes`: linear layers by scheme name."""
 
     kind: Literal["model", "self", "ngram"]
-    folder: str | None = Field(default=None, description="inside the pair; None for a draft without weights")
-    source: dict[str, str] = {}
+    folder: Inside | None = Field(default=None, description="inside the pair; None for a draft without weights")
+    source: dict[str, str] = Field(default_factory=dict)
     quantization: dict[str, Any] | None = None
-    schemes: dict[str, int] = {}
+    schemes: dict[str, int] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-class TokenizerInfo(Part):
+class TokenizerInfo(Strict):
     """The tokenizer both halves share, and the rows of their heads (padding included)."""
 
     fingerprint: str = Field(min_length=1)
@@ -63,16 +61,16 @@ class TokenizerInfo(Part):
     draft_vocab: int | None = Field(default=None, ge=1)
 
 
-class Served(Part):
+class Served(Strict):
     """Whether one runtime serves one part of the pair: how, or why not."""
 
     runtime: str
-    part: Literal["target", "kv", "draft", "speculation"]
+    part: Literal["target", "kv", "draft"]
     served: bool
     detail: str
 
 
-class Validity(Part):
+class Validity(Strict):
     """Where the measurements hold."""
 
     device: str
@@ -80,7 +78,7 @@ class Validity(Part):
     max_length: int = Field(ge=1)
 
 
-class Manifest(Part):
+class Manifest(Strict):
     """`pair.json`. `exportable` False comes with a `reason`."""
 
     format_version: Literal[1] = FORMAT_VERSION
@@ -91,11 +89,11 @@ class Manifest(Part):
     served_by: tuple[Served, ...] = ()
     exportable: bool = True
     reason: str = ""
-    speculation: dict[str, Any] = {}
+    speculation: dict[str, Any] = Field(default_factory=dict)
     vllm_speculative_config: dict[str, Any] | None = None
     validity: Validity
     recipe: dict[str, Any]
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = Field(default_factory=dict)
     measurements: tuple[dict[str, Any], ...] = ()
     lossless: dict[str, Any] | None = None
     files: tuple[FileEntry, ...]

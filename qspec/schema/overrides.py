@@ -11,11 +11,7 @@ def set_value(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise RecipeError(
-            f"--set {override!r}",
-            "must be dotted.key=value",
-            "for example --set speculation.top_k=50",
-        )
+        raise RecipeError(f"--set {override!r}", "must be dotted.key=value", "for example --set speculation.top_k=50")
     value = parse_yaml(text, f"--set {override!r}")
     node: Any = data
     for part in parts[:-1]:
@@ -34,8 +30,4 @@ def _slot(node: Any, part: str, override: str) -> Any:
     if isinstance(node, list) and part.isdigit() and int(part) < len(node):
         return int(part)
     what = f"a list of {len(node)}" if isinstance(node, list) else f"{node!r}"
-    raise RecipeError(
-        f"--set {override!r}",
-        f"{part!r} leads into {what}",
-        "set the whole value above it instead",
-    )
+    raise RecipeError(f"--set {override!r}", f"{part!r} leads into {what}", "set the whole value above it instead")

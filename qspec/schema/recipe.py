@@ -89,8 +89,9 @@ class QuantSpec(Strict):
 
     @model_validator(mode="after")
     def _engine_has_method(self) -> "QuantSpec":
-        if self.engine == "qspec" and self.method != "rtn":
-            raise ValueError(f"engine qspec rounds to nearest; for {self.method} set engine: llmcompressor")
+        if self.engine == "qspec" and self.method not in ("rtn", "gptq"):
+            fix = "smoothing and method: gptq" if self.method == "smoothquant+gptq" else "engine: llmcompressor"
+            raise ValueError(f"engine qspec has the methods rtn and gptq; for {self.method} set {fix}")
         if self.engine == "llmcompressor" and self.smoothing is not None:
             raise ValueError("smoothing belongs to engine qspec; with llmcompressor set method: smoothquant+gptq")
         if self.engine == "llmcompressor" and self.scheme == "none":

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from qspec.errors import QspecError, RecipeError
+from qspec.errors import RecipeError
 
 _FLOAT = re.compile(r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
 """YAML 1.2's exponents: YAML 1.1 reads `1e-3` as text."""
@@ -46,20 +46,17 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-def parse_yaml(text: str, where: str, error: type[QspecError] = RecipeError) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
     """Plain data of a YAML text; a syntax error names `where`, line and column."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise error(
-            f"{where}{at}",
-            f"is not valid YAML ({_line(e.problem or e.context)})",
-            "mend that line",
-        ) from None
+        rule = f"is not valid YAML ({_line(e.problem or e.context)})"
+        raise RecipeError(f"{where}{at}", rule, "mend that line") from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise error(where, f"is not valid YAML ({_line(str(e))})", "mend the file") from None
+        raise RecipeError(where, f"is not valid YAML ({_line(str(e))})", "mend the file") from None
 
 
 def dump_yaml(data: Any) -> str:
@@ -67,22 +64,19 @@ def dump_yaml(data: Any) -> str:
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def read_text(path: Path, what: str, error: type[QspecError] = RecipeError) -> str:
+def read_text(path: Path, what: str) -> str:
     """Text of a file the user named; a missing file, a folder or bytes that are no text are refused in one line."""
     if path.is_dir():
-        raise error(str(path), f"is a folder, not a {what}", f"give the path of the {what} file")
+        raise RecipeError(str(path), f"is a folder, not a {what}", f"give the path of the {what} file")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise error(str(path), "does not exist", f"give the path of a {what} file") from None
+        raise RecipeError(str(path), "does not exist", f"give the path of a {what} file") from None
     except UnicodeDecodeError:
-        raise error(str(path), "is not UTF-8 text", f"give the path of a {what} file") from None
+        raise RecipeError(str(path), "is not UTF-8 text", f"give the path of a {what} file") from None
     except OSError as e:
-        raise error(
-            str(path),
-            f"cannot be read ({e.strerror})",
-            "check the path and its permissions",
-        ) from None
+        rule = f"cannot be read ({e.strerror})"
+        raise RecipeError(str(path), rule, "check the path and its permissions") from None
 
 
 def _line(text: str | None) -> str:

@@ -7,7 +7,6 @@ of its drafts. A step costs one target pass over K + 1 rows and reads one result
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +15,18 @@ from qspec.errors import RecipeError
 from qspec.nn.lm import LM
 from qspec.numerics.verify import verify_greedy, verify_sampling
 from qspec.spec.draft_length import Heuristic
-from qspec.spec.types import Drafter, DraftLength, Generation, Proposal, Sampling, StepRecord, Verdict, draw_uniforms
+from qspec.spec.types import (
+    Drafter,
+    DraftLength,
+    Generation,
+    Proposal,
+    Sampling,
+    StepRecord,
+    Stop,
+    Verdict,
+    draw_uniforms,
+)
 
-Stop = Literal["length", "eos", "context"]
 NOTHING = Proposal(torch.empty(0, dtype=torch.long), None)
 
 

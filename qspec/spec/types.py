@@ -105,6 +105,9 @@ class StepRecord:
     t_other: float
 
 
+Stop = Literal["length", "eos", "context"]
+
+
 @dataclass(frozen=True)
 class Generation:
     """Result of one request. `tokens` excludes the prompt and includes a stop token if one ended it.
@@ -117,4 +120,4 @@ class Generation:
     steps: list[StepRecord] = field(default_factory=list)
     ttft: float = 0.0  # seconds from request to first token
     seconds: float = 0.0  # seconds from first to last token
-    stopped: Literal["length", "eos", "context"] = "length"
+    stopped: Stop = "length"

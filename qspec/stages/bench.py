@@ -7,8 +7,7 @@ from time import perf_counter
 
 import torch
 
-from qspec.bridges.text import Messages, origin, prompts
-from qspec.errors import SourceError
+from qspec.bridges.text import origin, prompt_tokens, prompts
 from qspec.nn.lm import LM
 from qspec.progress import Progress
 from qspec.records import Tokenizer
@@ -67,22 +66,20 @@ def bench(
     }
     runs = measure(arms, requests, recipe, eos_ids, progress)
     facts = {name: _facts(name, arms) for name in arms}
-    return bench_stats.summarize(facts, requests, runs, _find_mismatches(arms, requests, runs), bandwidth(), condition)
+    mismatches = _find_mismatches(arms, facts, requests, runs)
+    return bench_stats.summarize(facts, requests, runs, mismatches, bandwidth(), condition)
 
 
 def load_requests(spec: BenchmarkSpec, tokenizer: Tokenizer, room: int) -> tuple[list[Request], bool]:
     """Prompts of at most `room` tokens, and whether they went through a chat template (a base model has none)."""
-    try:
-        tokenizer.chat([{"role": "user", "content": "?"}])
-        templated = True
-    except SourceError:
-        templated = False
 
-    def tokens(messages: Messages) -> list[int]:
-        return tokenizer.chat(messages) if templated else tokenizer.encode(messages[0]["content"])
+    def fits(text: str) -> bool:
+        return len(prompt_tokens(tokenizer, text)[0]) <= room
 
-    chosen = prompts(spec.prompts, spec.per_category, spec.categories, lambda messages: len(tokens(messages)) <= room)
-    return [Request(prompt["category"], tokens(prompt["messages"])) for prompt in chosen], templated
+    chosen = prompts(spec.prompts, spec.per_category, spec.categories, fits)
+    served = [prompt_tokens(tokenizer, prompt.text) for prompt in chosen]
+    requests = [Request(prompt.category, tokens) for prompt, (tokens, _) in zip(chosen, served, strict=True)]
+    return requests, all(templated for _, templated in served)
 
 
 def measure(
@@ -146,14 +143,16 @@ def _facts(name: str, arms: Mapping[str, Arm]) -> ArmFacts:
     )
 
 
-def _find_mismatches(arms: Mapping[str, Arm], requests: list[Request], runs: list[Run]) -> dict[str, list[Mismatch]]:
+def _find_mismatches(
+    arms: Mapping[str, Arm], facts: Mapping[str, ArmFacts], requests: list[Request], runs: list[Run]
+) -> dict[str, list[Mismatch]]:
     """Speculative arms' greedy answers that differ from the plain arm of the same target, by arm."""
     answers = {(r.arm, r.repeat, r.prompt): r.generation.tokens for r in runs if r.temperature == 0}
     found: dict[str, list[Mismatch]] = {}
     for (name, repeat, index), tokens in answers.items():
-        facts = _facts(name, arms)
-        if facts.speculative and facts.plain is not None:
-            expected = answers[facts.plain, repeat, index]
+        plain = facts[name].plain
+        if facts[name].speculative and plain is not None:
+            expected = answers[plain, repeat, index]
             if tokens != expected:
                 mismatch = _mismatch(arms[name].target, requests[index], index, expected, tokens)
                 found.setdefault(name, []).append(mismatch)

@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 
+from qspec.bridges.compressed import refuse_tied_head
 from qspec.errors import RecipeError
 from qspec.numerics.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from qspec.numerics.clipping import Clip
+from qspec.numerics.clipping import ABSMAX, Clip
 from qspec.numerics.formats import FORMATS, FP8_E4M3, INT4, INT8
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
-from qspec.records import FUSED_GROUPS, ArchMap
+from qspec.records import ArchMap
+from qspec.schema.devices import read_device
 from qspec.schema.recipe import KVSpec, QuantSpec
-from qspec.stages.preflight import refuse_on
+from qspec.stages.preflight import device_findings, raise_refused
 
 BLOCK = 128
 """Rows and columns of an FP8_BLOCK tile, and the activation group beside it: the only size that servers run."""
@@ -23,17 +25,15 @@ def build_plan(spec: QuantSpec) -> QuantPlan:
     return QuantPlan(layer_scheme(spec.scheme, spec.group_size, clip), ignored + rules, _kv_scheme(spec.kv))
 
 
-def layer_scheme(name: str, group_size: int = BLOCK, clip: Clip | None = None) -> LayerScheme | None:
+def layer_scheme(name: str, group_size: int = BLOCK, clip: Clip = ABSMAX) -> LayerScheme | None:
     """Formats behind a scheme name (compressed-tensors' presets of that name). `clip` is for weights; none: None."""
-    clip = clip or Clip()
     match name:
         case "W8A8":
-            weight, activation = (
-                TensorScheme(INT8, PerChannel(), clip=clip),
-                TensorScheme(INT8, PerToken(), dynamic=True),
-            )
+            weight = TensorScheme(INT8, PerChannel(), clip=clip)
+            activation = TensorScheme(INT8, PerToken(), dynamic=True)
         case "FP8":
-            weight, activation = TensorScheme(FP8_E4M3, PerTensor(), clip=clip), TensorScheme(FP8_E4M3, PerTensor())
+            weight = TensorScheme(FP8_E4M3, PerTensor(), clip=clip)
+            activation = TensorScheme(FP8_E4M3, PerTensor())
         case "FP8_DYNAMIC":
             weight = TensorScheme(FP8_E4M3, PerChannel(), clip=clip)
             activation = TensorScheme(FP8_E4M3, PerToken(), dynamic=True)
@@ -52,8 +52,7 @@ def layer_scheme(name: str, group_size: int = BLOCK, clip: Clip | None = None) -
 def resolve_plan(plan: QuantPlan, arch: ArchMap) -> dict[str, LayerScheme | None]:
     """Schemes by layer: fused groups have one, a tied head none, groups and tiles divide. Raises `RecipeError`."""
     schemes = plan.resolve(arch.linears())
-    if arch.tied and schemes["lm_head"] is not None:
-        raise RecipeError("lm_head", "is tied to the embedding and cannot be quantized alone", "add lm_head to ignore")
+    refuse_tied_head(arch, {layer for layer, scheme in schemes.items() if scheme is not None})
     _one_scheme_per_fused_group(schemes, arch)
     for layer, scheme in schemes.items():
         if scheme is not None:
@@ -64,7 +63,7 @@ def resolve_plan(plan: QuantPlan, arch: ArchMap) -> dict[str, LayerScheme | None
 def validate_plan(plan: QuantPlan, arch: ArchMap, device: str = "cpu") -> dict[str, LayerScheme | None]:
     """`resolve_plan`, and the device can run what is asked: every rule that can be checked without weights."""
     schemes = resolve_plan(plan, arch)
-    refuse_on(device, schemes, plan.kv)
+    raise_refused(device_findings(read_device(device), schemes, plan.kv))
     return schemes
 
 
@@ -79,11 +78,9 @@ def scheme_label(scheme: LayerScheme | None) -> str:
 
 def needs_statistics(schemes: Mapping[str, LayerScheme | None], plan: QuantPlan, spec: QuantSpec) -> list[str]:
     """Why this half must see calibration text; empty when round-to-nearest of the weights is all there is."""
-    static = any(s and s.activation and not s.activation.dynamic for s in schemes.values())
-    kv = plan.kv is not None and plan.kv.granularity != "token_head" and plan.kv.scales == "calibrated"
     reasons = {
-        "static activation scales": static,
-        "KV scales": kv,
+        "static activation scales": any(scheme is not None and scheme.static_input for scheme in schemes.values()),
+        "KV scales": plan.kv is not None and plan.kv.calibrated,
         "smoothing": spec.smoothing is not None,
         spec.method: spec.method != "rtn",
     }
@@ -95,16 +92,14 @@ def _kv_scheme(spec: KVSpec | None) -> KVScheme | None:
 
 
 def _one_scheme_per_fused_group(schemes: dict[str, LayerScheme | None], arch: ArchMap) -> None:
-    for index in range(arch.n_layers):
-        for group in FUSED_GROUPS:
-            names = [f"model.layers.{index}.{part}" for part in group]
-            if len({schemes[name] for name in names}) > 1:
-                found = dict.fromkeys(scheme_label(schemes[name]) for name in names)
-                raise RecipeError(
-                    f"{names[0].rpartition('.')[0]}.{{{', '.join(n.rpartition('.')[2] for n in names)}}}",
-                    f"has the schemes {' and '.join(found)}, but servers merge these layers into one matmul",
-                    "give all of them the same rule",
-                )
+    for names in arch.fused_groups():
+        if len({schemes[name] for name in names}) > 1:
+            found = dict.fromkeys(scheme_label(schemes[name]) for name in names)
+            raise RecipeError(
+                f"{names[0].rpartition('.')[0]}.{{{', '.join(n.rpartition('.')[2] for n in names)}}}",
+                f"has the schemes {' and '.join(found)}, but servers merge these layers into one matmul",
+                "give all of them the same rule",
+            )
 
 
 def _divides(layer: str, scheme: LayerScheme, shape: tuple[int, int]) -> None:

@@ -1,5 +1,6 @@
 """Is a pair what its manifest says, and do its halves belong together? Nothing is run, nothing is changed."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,16 +21,23 @@ def check(pair: Path) -> list[str]:
     Looks at the manifest's own digest, at every file (path, size, sha256; none missing, none extra, no links), at
     every scale and float tensor, and at tokenizer and vocabulary of both halves.
     """
+    return examine(pair)[0]
+
+
+def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
+    """`check`'s findings, and the halves that it has read, `target` and (if it has weights) `draft`."""
     manifest = read_manifest(pair)
     _check_files(pair, {entry.path: entry for entry in manifest.files})
     size = sum(entry.bytes for entry in manifest.files)
     findings = [f"{len(manifest.files)} files, {size / 1e6:.1f} MB: sizes and sha256 match {NAME}"]
-    target = _check_half(pair, "target", manifest.target, findings)
-    draft = _check_half(pair, "draft", manifest.draft, findings)
-    if target is None:
+    halves: dict[str, QuantizedModel] = {}
+    for name, half in (("target", manifest.target), ("draft", manifest.draft)):
+        if half.folder is not None:
+            halves[name] = _check_half(pair / half.folder, half, findings)
+    if "target" not in halves:
         raise IntegrityError(f"{NAME}: target", "has no folder", _FETCH)
-    _check_vocabulary(manifest, target, draft, findings)
-    return findings
+    _check_vocabulary(manifest, halves["target"], halves.get("draft"), findings)
+    return findings, halves
 
 
 def read_manifest(pair: Path) -> Manifest:
@@ -68,7 +76,7 @@ def check_heads(target: ArchMap, draft: ArchMap) -> None:
 
 
 def _check_files(pair: Path, listed: Mapping[str, FileEntry]) -> None:
-    found = {path.relative_to(pair).as_posix(): path for path in sorted(pair.rglob("*")) if _is_content(path)}
+    found = {name: path for name, path in _entries(pair) if _is_content(name, path)}
     for name in sorted(found.keys() - listed.keys() - {NAME}):
         raise IntegrityError(name, f"is not listed in {NAME}", "remove it from the pair")
     for name, entry in listed.items():
@@ -81,31 +89,39 @@ def _check_files(pair: Path, listed: Mapping[str, FileEntry]) -> None:
             raise IntegrityError(name, "was changed: its sha256 differs", _FETCH)
 
 
-def _is_content(path: Path) -> bool:
+def _entries(pair: Path) -> list[tuple[str, Path]]:
+    return [(path.relative_to(pair).as_posix(), path) for path in sorted(pair.rglob("*"))]
+
+
+def _is_content(name: str, path: Path) -> bool:
     """Whether an entry is a file; links are refused, because they lead out of the pair."""
     if path.is_symlink():
-        raise IntegrityError(path.name, "is a link, a pair holds plain files", "copy the file into the pair")
+        raise IntegrityError(name, "is a link, a pair holds plain files", "copy the file into the pair")
     return not path.is_dir()
 
 
-def _check_half(pair: Path, name: str, half: Half, findings: list[str]) -> QuantizedModel | None:
-    """Read one half and look at every number in it; None for a draft without weights."""
-    if half.folder is None:
-        return None
+def _check_half(folder: Path, half: Half, findings: list[str]) -> QuantizedModel:
+    """Read one half and look at every number in it."""
     try:
-        model = read(pair / half.folder)
+        model = read(folder)
         lint(model)
     except IntegrityError:
         raise
     except QspecError as error:
         raise IntegrityError(f"{half.folder}/: {error.value}", error.rule, error.fix) from error
-    counts: dict[str, int] = {}
-    for scheme in model.plan.resolve(model.arch.linears()).values():
-        counts[scheme.name if scheme else "none"] = counts.get(scheme.name if scheme else "none", 0) + 1
+    counts = scheme_counts(model)
     if counts != half.schemes:
         raise IntegrityError(f"{half.folder}/config.json", f"has layers {counts}, {NAME} says {half.schemes}", _FETCH)
-    findings.append(f"{name}: {', '.join(f'{n} x {scheme}' for scheme, n in counts.items())}; every number is usable")
+    findings.append(
+        f"{half.folder}: {', '.join(f'{n} x {scheme}' for scheme, n in counts.items())}; every number is usable"
+    )
     return model
+
+
+def scheme_counts(model: QuantizedModel) -> dict[str, int]:
+    """Linear layers by scheme name, `none` for those in float."""
+    resolved = model.plan.resolve(model.arch.linears())
+    return dict(Counter(scheme.name if scheme else "none" for scheme in resolved.values()))
 
 
 def lint(model: QuantizedModel) -> None:
@@ -123,7 +139,7 @@ def lint(model: QuantizedModel) -> None:
         for layer, scale in scales.items():
             lint_scale(f"{layer}.{kind}", scale)
     kv = [*model.k_scale.values(), *model.v_scale.values()]
-    calibrated = model.plan.kv is not None and model.plan.kv.scales == "calibrated"
+    calibrated = model.plan.kv is not None and model.plan.kv.calibrated
     if kv and calibrated and all(bool((scale == 1).all()) for scale in kv):
         raise IntegrityError(
             "k_scale, v_scale", "are all 1.0, so they were never calibrated", "calibrate, or scales: cast"

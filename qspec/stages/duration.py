@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from qspec.numerics.roofline import PassCost
 from qspec.schema.devices import DeviceSheet
-from qspec.schema.recipe import QuantSpec, Recipe, TaskSpec
+from qspec.schema.recipe import MMLU_PRO_SUBJECTS, NgramDraft, QuantSpec, Recipe, TaskSpec
 
 EFFICIENCY = 0.4
 """Share of a data-sheet rate that eager passes reach (assumed)."""
@@ -12,9 +12,9 @@ TOKEN_OVERHEAD = 0.005
 """Seconds per decoded token outside matmuls (an eager torch loop spends 3.5 to 5.4 ms)."""
 DISK = 1e9
 """Bytes per second when weights are read (assumed)."""
-SAMPLE_ROWS = 256
+SAMPLE_ROWS = 128
 """Input rows per layer on which smoothing strengths are tried."""
-SUBJECTS, TASK_ROWS, QUESTION_TOKENS, ANSWER_TOKENS = 14, 12_032, 250, 300
+SUBJECTS, TASK_ROWS, QUESTION_TOKENS, ANSWER_TOKENS = len(MMLU_PRO_SUBJECTS), 12_032, 250, 300
 """MMLU-Pro: subjects and rows; assumed tokens of a question (or example) and of an answer."""
 PROMPT_TOKENS, CATEGORIES = 300, 6
 """Assumed tokens of a benchmark prompt, and categories where the recipe names none."""
@@ -88,7 +88,8 @@ def _task_step(task: TaskSpec, cost: PassCost, rate: float, bandwidth: float) ->
 def _bench_step(recipe: Recipe, cost: PassCost, rate: float, bandwidth: float) -> Step:
     bench = recipe.benchmark
     prompts = bench.per_category * (CATEGORIES if bench.categories is None else len(bench.categories))
-    runs = 4 * prompts * bench.repeats * len(bench.temperatures)
+    arms = 4 if isinstance(recipe.draft, NgramDraft) else 5  # prompt lookup joins the others
+    runs = arms * prompts * bench.repeats * len(bench.temperatures)
     token = bench.max_new_tokens * _token_seconds(cost, rate, bandwidth)
     return Step("benchmark", f"{runs:,} generations", runs * (PROMPT_TOKENS * cost.ops / rate + token))
 

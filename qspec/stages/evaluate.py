@@ -13,7 +13,7 @@ from qspec.bridges.text import origin, windows
 from qspec.errors import SourceError
 from qspec.nn.lm import LM
 from qspec.numerics.fidelity import bootstrap_ci, kl_divergence, mcnemar_exact, nll, top1_agreement, wilson_interval
-from qspec.numerics.paired import detectable_difference, pair_deviation, proportion_difference
+from qspec.numerics.paired import detectable_difference, pair_deviation, proportion_difference, shown_sign
 from qspec.progress import Progress
 from qspec.records import Tokenizer
 from qspec.schema.recipe import FidelitySpec, Recipe, TaskSpec
@@ -191,10 +191,11 @@ def _verdict(difference: Measurement, p_value: float | None, detectable: float) 
     """What the numbers carry, in one sentence."""
     lo, hi = difference.ci or (-math.inf, math.inf)
     test = "" if p_value is None else f", McNemar p = {p_value:.2g}"
-    if lo <= 0 <= hi or (p_value is not None and p_value >= 0.05):
+    sign = shown_sign((lo, hi), p_value)
+    if sign == 0:
         limit = f"a true difference below {100 * detectable:.1f} points would go unseen with {difference.n} items"
         return f"no difference detected{test}; {limit}"
-    word = "worse" if difference.value < 0 else "better"
+    word = "better" if sign > 0 else "worse"
     size = f"{100 * abs(difference.value):.1f} points (95 % CI {100 * lo:+.1f} to {100 * hi:+.1f}{test})"
     return f"quantized is {word} by {size}"
 

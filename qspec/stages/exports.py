@@ -56,7 +56,7 @@ def vllm_command(recipe: Recipe, pair: str = "pair") -> str:
 
 def transformers_snippet(recipe: Recipe, capability: int | None, pair: str = "pair") -> str:
     """Python that loads the pair in transformers. It proves function, not speed."""
-    optimized = capability is not None and capability >= 89 and recipe.target.quantization.scheme.startswith("FP8")
+    optimized = capability is not None and capability >= ADA and recipe.target.quantization.scheme.startswith("FP8")
     config = ", quantization_config=CompressedTensorsConfig(use_optimized_inference=True)" if optimized else ""
     names = "AutoModelForCausalLM, AutoTokenizer" + (", CompressedTensorsConfig" if optimized else "")
     lines = [
@@ -85,14 +85,16 @@ def transformers_snippet(recipe: Recipe, capability: int | None, pair: str = "pa
 
 
 def _vllm(recipe: Recipe, sheet: DeviceSheet) -> tuple[Served, ...]:
+    served, detail = _vllm_weights(recipe.target.quantization, sheet, "target")
     return (
-        _vllm_weights(recipe.target.quantization, sheet, "target"),
+        Served(runtime="vllm", part="target", served=served, detail=detail),
         _vllm_kv(recipe.target.quantization.kv, sheet),
         _vllm_draft(recipe, sheet),
     )
 
 
-def _vllm_weights(spec: QuantSpec, sheet: DeviceSheet, folder: str) -> Served:
+def _vllm_weights(spec: QuantSpec, sheet: DeviceSheet, folder: str) -> tuple[bool, str]:
+    """Whether a half's linear layers are served, and how or why not."""
     scheme, cpu = spec.scheme, sheet.capability is None
     served, detail = True, f"{folder}/, a compressed-tensors checkpoint ({scheme})"
     if scheme == "none":
@@ -101,7 +103,7 @@ def _vllm_weights(spec: QuantSpec, sheet: DeviceSheet, folder: str) -> Served:
         served, detail = False, f"{scheme}: no usable FP8 matmul on CPU; use W8A8"
     if cpu and scheme == "W4A16":
         detail += ", run as W4A8 unless VLLM_CPU_INT4_W4A8=0"
-    return Served(runtime="vllm", part="target", served=served, detail=detail)
+    return served, detail
 
 
 def _vllm_kv(kv: KVSpec | None, sheet: DeviceSheet) -> Served:
@@ -116,12 +118,9 @@ def _vllm_kv(kv: KVSpec | None, sheet: DeviceSheet) -> Served:
         detail = f"kv_cache_scheme in config.json with every scale 1.0, flag {flag}"
     else:
         detail = f"kv_cache_scheme in config.json with stored k_scale and v_scale, flag {flag}"
-        detail += "; per-head scales collapse to their maximum on CPU" if _collapses(kv, sheet) else ""
+        if kv.granularity == "head" and sheet.capability is None:
+            detail += "; per-head scales collapse to their maximum on CPU"
     return Served(runtime="vllm", part="kv", served=served, detail=detail)
-
-
-def _collapses(kv: KVSpec, sheet: DeviceSheet) -> bool:
-    return kv.granularity == "head" and sheet.capability is None
 
 
 def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
@@ -131,12 +130,12 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
             served, detail = False, "mlp_speculator is gone since 0.33; use kind: model, self or ngram"
         case NgramDraft():
             detail = "method ngram: needs no draft files"
-        case SelfDraft(layers=layers) if layers is not None:
-            detail = f"method draft_model: draft/ is an ordinary checkpoint with {layers} layers"
-        case _:
-            detail = f"method draft_model: draft/ ({recipe.draft.quantization.scheme})"
-            weights = _vllm_weights(recipe.draft.quantization, sheet, "draft")
-            served, detail = weights.served, detail if weights.served else weights.detail
+        case SelfDraft() | ModelDraft() as draft:
+            served, detail = _vllm_weights(draft.quantization, sheet, "draft")
+            if served:
+                detail = f"method draft_model: draft/ ({draft.quantization.scheme})"
+                if isinstance(draft, SelfDraft) and draft.layers is not None:
+                    detail += f" is an ordinary checkpoint with {draft.layers} layers"
     if served and isinstance(recipe.draft, ModelDraft | SelfDraft) and sheet.capability is None:
         if kv_cache_dtype(recipe.target.quantization.kv) != draft_kv_dtype(recipe):
             served, detail = False, "on CPU both halves need the same KV dtype, vLLM aborts otherwise"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 import math
 
+from qspec.bridges.layout import EMBEDDING, tensor_shapes
 from qspec.numerics.blocks import scale_shape
 from qspec.numerics.roofline import PassCost
 from qspec.plan import KVScheme, LayerScheme
@@ -13,7 +14,6 @@ from qspec.stages.build_plan import scheme_label
 
 SCALE_BYTES = 4
 """Scales are stored as float32."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Footprint:
     groups: Mapping[str, Group]
     embedding_bytes: int
     other_bytes: int
-    kv_bytes_per_token: int
     parameters: int
     cost: PassCost
 
@@ -41,30 +40,32 @@ class Footprint:
         return sum(group.bytes for group in self.groups.values()) + self.embedding_bytes + self.other_bytes
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        return int(self.cost.kv_bytes)
+
+    @property
     def head_share(self) -> float:
         """Share of `lm_head` in the bytes that a step reads, 0 if it is quantized."""
         group = self.groups.get("none")
         return group.bytes / self.cost.weight_bytes if group and group.layers == ("lm_head",) else 0.0
 
 
-def footprint(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], kv: KVScheme | None, dtype: str) -> Footprint:
-    """Footprint of a decoder under resolved schemes; what is not quantized is in `dtype`."""
-    width = DTYPE_BYTES[dtype]
+def footprint(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], kv: KVScheme | None, width: int) -> Footprint:
+    """Footprint of a decoder under resolved schemes; what is not quantized takes `width` bytes a value."""
     members: dict[str, list[str]] = {}
     for layer, scheme in schemes.items():
         members.setdefault(scheme_label(scheme), []).append(layer)
     groups = {label: _group(arch, schemes, layers, width) for label, layers in members.items()}
-    embedding = arch.vocab_size * arch.hidden_size * width
+    embedding = arch.vocab_size * arch.hidden_size
     shared_head = arch.tied and schemes["lm_head"] is None
     linear_bytes = sum(group.bytes for group in groups.values())
     linear_parameters = sum(group.parameters for group in groups.values())
     other = _small_tensors(arch)
     return Footprint(
         groups=groups,
-        embedding_bytes=0 if shared_head else embedding,
+        embedding_bytes=0 if shared_head else embedding * width,
         other_bytes=other * width,
-        kv_bytes_per_token=kv_bytes_per_token(arch, kv, width),
-        parameters=linear_parameters + other + (0 if arch.tied else arch.vocab_size * arch.hidden_size),
+        parameters=linear_parameters + other + (0 if arch.tied else embedding),
         cost=PassCost(
             weight_bytes=linear_bytes + other * width,
             kv_bytes=kv_bytes_per_token(arch, kv, width),
@@ -77,7 +78,7 @@ def footprint(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], kv: KVSc
 def kv_bytes_per_token(arch: ArchMap, kv: KVScheme | None, width: int) -> int:
     """Bytes of K and V of all layers for one token; per-token-head scales are stored beside them."""
     heads = 2 * arch.n_layers * arch.n_kv_heads
-    scales = heads * SCALE_BYTES if kv is not None and kv.granularity == "token_head" else 0
+    scales = heads * SCALE_BYTES if kv is not None and not kv.stored else 0
     return heads * arch.head_dim * (kv.fmt.bits // 8 if kv is not None else width) + scales
 
 
@@ -85,9 +86,8 @@ def mlp_footprint(draft: MlpDraft, arch: ArchMap, width: int) -> Footprint:
     """Footprint of an MLP speculator; `cost` is that of one drafted token (one head). Layout: fms-extras."""
     inner = draft.inner_dim or arch.hidden_size
     heads = 1 if draft.tie_weights else draft.n_predict
-    projection = arch.hidden_size * inner + max(0, draft.n_predict - 1) * inner * inner
-    if draft.tie_weights and draft.n_predict > 1:
-        projection = arch.hidden_size * inner + inner * inner
+    later = min(1, draft.n_predict - 1) if draft.tie_weights else draft.n_predict - 1
+    projection = arch.hidden_size * inner + later * inner * inner
     table = arch.vocab_size * inner
     layers = (*(f"head.{i}" for i in range(heads)), *(f"proj.{i}" for i in range(draft.n_predict)))
     group = Group(layers, heads * table + projection, (heads * table + projection) * width)
@@ -97,7 +97,6 @@ def mlp_footprint(draft: MlpDraft, arch: ArchMap, width: int) -> Footprint:
         {"none": group},
         embedding_bytes=heads * table * width,
         other_bytes=norms * width,
-        kv_bytes_per_token=0,
         parameters=2 * heads * table + projection + norms,
         cost=PassCost(step * width, 0, 2 * step, 0),
     )
@@ -122,12 +121,5 @@ def _group(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], layers: lis
 
 def _small_tensors(arch: ArchMap) -> int:
     """Elements of norms and biases."""
-    q, kv, h, f = (
-        arch.n_heads * arch.head_dim,
-        arch.n_kv_heads * arch.head_dim,
-        arch.hidden_size,
-        arch.intermediate_size,
-    )
-    layer = 2 * h + (2 * arch.head_dim if arch.qk_norm else 0)
-    layer += (q + 2 * kv if arch.qkv_bias else 0) + (h if arch.o_bias else 0) + (2 * f + h if arch.mlp_bias else 0)
-    return arch.n_layers * layer + h
+    large = {EMBEDDING, *(f"{layer}.weight" for layer in arch.linears())}
+    return sum(math.prod(shape) for name, shape in tensor_shapes(arch).items() if name not in large)

@@ -6,7 +6,7 @@ Acceptance is assumed here and measured by the benchmark; formulas: `numerics.ro
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from qspec.numerics.roofline import PassCost, Rates, break_even, pass_seconds
+from qspec.numerics.roofline import PassCost, Rates, break_even, bytes_moved, pass_seconds
 from qspec.numerics.speedup import expected_tokens, optimal_gamma, walltime_speedup
 from qspec.plan import LayerScheme
 from qspec.schema.devices import DeviceSheet
@@ -35,7 +35,7 @@ class Duo:
         if self.draft is None:
             return 0.0
         draft, target = (
-            _moved(cost, batch) if at is None else pass_seconds(cost, at, batch, CONTEXT, 1)
+            bytes_moved(cost, batch, CONTEXT) if at is None else pass_seconds(cost, at, batch, CONTEXT, 1)
             for cost, at in ((self.draft, self.draft_rates), (self.target, self.target_rates))
         )
         return draft / target
@@ -99,7 +99,3 @@ def _stops_paying(duo: Duo, max_gamma: int, alpha: float) -> int | None:
         if b <= duo.max_batch
     ]
     return break_even([(batch, gamma > 0) for batch, gamma in best])
-
-
-def _moved(cost: PassCost, batch: int) -> float:
-    return cost.weight_bytes + batch * CONTEXT * cost.kv_bytes

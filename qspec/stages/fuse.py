@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qspec.numerics.blocks import PerTensor
-from qspec.records import FUSED_GROUPS, FusionPlan, QLinear, QuantizedModel
+from qspec.records import FusionPlan, QLinear, QuantizedModel
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -17,15 +17,10 @@ def fuse(quant: QuantizedModel) -> QuantizedModel:
     A group is merged when all members are quantized alike and, per tensor, under equal scales; one that is not gets a
     note. Groups that are wholly in float are merged too.
     """
-    groups = [group for i in range(quant.arch.n_layers) for group in _groups(i)]
-    reasons = {group: _obstacle(quant, group) for group in groups}
+    reasons = {group: _obstacle(quant, group) for group in quant.arch.fused_groups()}
     notes = [f"{', '.join(group)} stay separate: {reason}." for group, reason in reasons.items() if reason]
-    plan = FusionPlan(tuple(group for group in groups if not reasons[group]), tuple(_identity_norms(quant)))
+    plan = FusionPlan(tuple(group for group, reason in reasons.items() if not reason), tuple(_identity_norms(quant)))
     return replace(quant, fusion=plan, notes=(*quant.notes, *notes))
-
-
-def _groups(layer: int) -> list[tuple[str, ...]]:
-    return [tuple(f"model.layers.{layer}.{part}" for part in group) for group in FUSED_GROUPS]
 
 
 def _obstacle(quant: QuantizedModel, group: tuple[str, ...]) -> str | None:

@@ -12,7 +12,6 @@ from qspec.bridges.gguf import config_from_gguf, load_gguf
 from qspec.bridges.gguf_file import GGUFFile
 from qspec.bridges.hf import arch_from_config, load_folder, read_config
 from qspec.bridges.hub import fetch_config, fetch_model
-from qspec.bridges.tensors import weight_files
 from qspec.errors import SourceError
 from qspec.eval_files import eval_dir
 from qspec.records import ArchMap, LoadedModel
@@ -24,7 +23,7 @@ _FORMS = "give a Hub id (org/name), a folder, a *.gguf file, or package:<import 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a model lies. `path` is None for a Hub id; `revision` is a commit, tag or package version, or empty."""
+    """Where a model lies. `path` is None for a Hub id; `revision` is a branch, tag or package version, or empty."""
 
     kind: Literal["gguf", "folder", "hub"]
     path: Path | None
@@ -32,7 +31,7 @@ class Location:
 
 
 def load(spec: ModelSpec) -> LoadedModel:
-    """The model of a spec, its origin recorded. Downloads from the Hub if need be."""
+    """The model of a spec, its origin recorded. Downloads from the Hub if need be; raises `SourceError`."""
     where = locate(spec)
     if where.path is None:
         folder, commit = fetch_model(spec.model, spec.revision)
@@ -42,16 +41,15 @@ def load(spec: ModelSpec) -> LoadedModel:
 
 
 def locate(spec: ModelSpec) -> Location:
-    """Where the model is, after checking that it is there; from the Hub this fetches `config.json` alone.
-
-    Raises `SourceError` for a missing package, file, folder, weights or Hub model.
-    """
-    where = _place(spec)
-    if where.kind == "hub":
-        return Location("hub", None, fetch_config(spec.model, spec.revision)[1])
-    if where.kind == "folder" and where.path is not None:
-        read_config(where.path)
-        weight_files(where.path)
+    """Where the model is; nothing is fetched. Raises `SourceError` for a missing package, file or folder."""
+    where = _local(spec.model)
+    if where is None:
+        if not _HUB_ID.fullmatch(spec.model):
+            raise SourceError(spec.model, "is no existing file or folder and no Hub id", _FORMS)
+        return Location("hub", None, spec.revision or "")
+    if spec.revision is not None:
+        fix = "remove revision, or give a Hub id"
+        raise SourceError(f"{spec.model} at revision {spec.revision!r}", "only Hub models have revisions", fix)
     return where
 
 
@@ -60,7 +58,7 @@ def resolve_arch(spec: ModelSpec) -> ArchMap:
 
     From a folder's `config.json` or a GGUF header; for a Hub id from `eval/shapes/`, else from the Hub.
     """
-    where = _place(spec)
+    where = locate(spec)
     if where.path is None:
         known = shape_file(spec.model)
         if known.is_file():
@@ -74,19 +72,6 @@ def resolve_arch(spec: ModelSpec) -> ArchMap:
 def shape_file(model: str) -> Path:
     """Where the stored shape of a Hub model lies, if there is one: `eval/shapes/<org>--<name>.json`."""
     return eval_dir() / "shapes" / f"{model.replace('/', '--')}.json"
-
-
-def _place(spec: ModelSpec) -> Location:
-    """Kind of reference, with local paths checked."""
-    where = _local(spec.model)
-    if where is not None and spec.revision is not None:
-        fix = "remove revision, or give a Hub id"
-        raise SourceError(f"{spec.model} at revision {spec.revision!r}", "only Hub models have revisions", fix)
-    if where is not None:
-        return where
-    if not _HUB_ID.fullmatch(spec.model):
-        raise SourceError(spec.model, "is no existing file or folder and no Hub id", _FORMS)
-    return Location("hub", None, spec.revision or "")
 
 
 def _local(model: str) -> Location | None:

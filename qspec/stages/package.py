@@ -1,22 +1,31 @@
 """Write the pair: target and draft in one folder under one manifest, verified before it gets its name."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
+import json
 from pathlib import Path
 import shutil
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from qspec.bridges import compressed
 from qspec.errors import IntegrityError, OutputError
 from qspec.provenance import atomic_write, environment, require_space, sha256_file, staged_dir
-from qspec.records import QLinear, QuantizedModel
+from qspec.records import QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest, TokenizerInfo, Validity
-from qspec.schema.recipe import Recipe
-from qspec.stages.check import check, check_heads, check_tokenizers, read_manifest, real_vocab
+from qspec.schema.recipe import ModelDraft, NgramDraft, Recipe, SelfDraft
+from qspec.stages.check import (
+    check,
+    check_heads,
+    check_tokenizers,
+    examine,
+    read_manifest,
+    real_vocab,
+    scheme_counts,
+)
 from qspec.stages.exports import exports, vllm_command, vllm_speculative_config
+from qspec.stages.footprint import footprint
 
 TARGET, DRAFT, REPORT = "target", "draft", "report"
 _GUESSED = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM takes a draft below such a path for that method
@@ -39,15 +48,20 @@ def package(target: QuantizedModel, draft: QuantizedModel | None, recipe: Recipe
         for name, model in halves.items():
             compressed.write(model, part / name, stored_dtype(recipe, model))
         (part / NAME).write_bytes(_manifest(target, draft, recipe, part).dump())
-        check(part)
+        _, read = examine(part)
         for name, model in halves.items():
-            _verify(model, compressed.read(part / name), name)
+            _verify(model, read[name], name)
     return pair
 
 
 def seal(pair: Path, results: Mapping[str, Any], report: Path) -> None:
-    """Add the report folder and the measurements of `results` (a `schema.results.Results` as plain data)."""
+    """Add the report folder and the measurements of `results` (a `schema.results.Results` as plain data).
+
+    The halves keep the digests that they were packaged with: raises `IntegrityError` if a file changed since.
+    """
+    results = json.loads(json.dumps(results), parse_constant=str)  # infinity by name, as in results.json
     manifest = read_manifest(pair)
+    kept = [entry for entry in manifest.files if not entry.path.startswith(f"{REPORT}/")]
     with staged_dir(pair / REPORT) as part:
         shutil.copytree(report, part, dirs_exist_ok=True)
     speed = results.get("speed") or {}
@@ -55,7 +69,7 @@ def seal(pair: Path, results: Mapping[str, Any], report: Path) -> None:
         update={
             "measurements": tuple(_measurements({k: v for k, v in results.items() if k != "recipe"})),
             "lossless": {"equality": speed["equality"]} if speed.get("equality") else None,
-            "files": _files(pair),
+            "files": tuple(sorted([*kept, *_files(pair, REPORT)], key=lambda entry: entry.path)),
         }
     )
     atomic_write(pair / NAME, Manifest.model_validate(sealed.model_dump()).dump())
@@ -77,14 +91,8 @@ def source_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 def stored_bytes(model: QuantizedModel, dtype: torch.dtype) -> int:
     """Size of the weights on disk."""
-    plain = sum(tensor.numel() * dtype.itemsize for tensor in model.tensors.values())
-    return plain + sum(_linear_bytes(linear, dtype) for linear in model.linears.values())
-
-
-def _linear_bytes(linear: QLinear, dtype: torch.dtype) -> int:
-    weight = linear.weight
-    bias = 0 if linear.bias is None else linear.bias.numel() * dtype.itemsize
-    return weight.codes.numel() * weight.fmt.bits // 8 + weight.scale.numel() * 4 + bias
+    schemes = model.plan.resolve(model.arch.linears())
+    return footprint(model.arch, schemes, model.plan.kv, dtype.itemsize).resident
 
 
 def _refuse_guessed(pair: Path) -> None:
@@ -102,7 +110,7 @@ def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Reci
     return Manifest(
         name=recipe.name,
         target=_half("model", TARGET, target),
-        draft=_half(recipe.draft.kind, DRAFT, draft) if draft else Half(kind=_weightless(recipe)),
+        draft=_draft_half(recipe, draft),
         tokenizer=TokenizerInfo(
             fingerprint=target.tokenizer.fingerprint(),
             real_vocab=real_vocab(target.tokenizer),
@@ -125,33 +133,35 @@ def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Reci
     )
 
 
-def _half(kind: Any, folder: str, model: QuantizedModel) -> Half:
-    schemes = Counter(s.name if s else "none" for s in model.plan.resolve(model.arch.linears()).values())
-    quantization = compressed.quantization_config(model)
+def _half(kind: Literal["model", "self"], folder: str, model: QuantizedModel) -> Half:
     return Half(
         kind=kind,
         folder=folder,
         source=dict(model.source),
-        quantization=quantization,
-        schemes=dict(schemes),
+        quantization=compressed.quantization_config(model),
+        schemes=scheme_counts(model),
         notes=model.notes,
     )
 
 
-def _weightless(recipe: Recipe) -> Any:
-    assert recipe.draft.kind == "ngram", f"draft kind {recipe.draft.kind} needs a model"
-    return recipe.draft.kind
+def _draft_half(recipe: Recipe, draft: QuantizedModel | None) -> Half:
+    if draft is None:
+        assert isinstance(recipe.draft, NgramDraft), f"draft kind {recipe.draft.kind} needs a model"
+        return Half(kind="ngram")
+    assert isinstance(recipe.draft, ModelDraft | SelfDraft)
+    return _half(recipe.draft.kind, DRAFT, draft)
 
 
 def _speculation(recipe: Recipe) -> dict[str, Any]:
     """Draft length and sampling as the recipe says, the n-gram's own settings, and the command that serves the pair."""
     settings = recipe.speculation.model_dump(mode="json") | {"vllm_command": vllm_command(recipe)}
-    ngram = recipe.draft.kind == "ngram"
+    ngram = isinstance(recipe.draft, NgramDraft)
     return settings | ({"ngram": recipe.draft.model_dump(mode="json", exclude={"kind"})} if ngram else {})
 
 
-def _files(pair: Path) -> tuple[FileEntry, ...]:
-    paths = {path.relative_to(pair).as_posix(): path for path in pair.rglob("*") if path.is_file()}
+def _files(pair: Path, below: str = ".") -> tuple[FileEntry, ...]:
+    """Entries of all files in a folder of the pair, the manifest left out."""
+    paths = {path.relative_to(pair).as_posix(): path for path in (pair / below).rglob("*") if path.is_file()}
     return tuple(
         FileEntry(path=name, bytes=path.stat().st_size, sha256=sha256_file(path))
         for name, path in sorted(paths.items())
@@ -177,6 +187,6 @@ def _measurements(node: Any) -> Iterator[dict[str, Any]]:
             yield dict(node)
         for child in node.values():
             yield from _measurements(child)
-    elif isinstance(node, list | tuple):
+    elif isinstance(node, list):
         for child in node:
             yield from _measurements(child)

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from qspec.bridges import oneshot
-from qspec.bridges.text import SUFFIXES
+from qspec.bridges.text import SUFFIXES, data_names
 from qspec.errors import RecipeError
 from qspec.numerics.roofline import prefill_seconds
 from qspec.plan import LayerScheme, QuantPlan
@@ -14,7 +16,7 @@ from qspec.schema.devices import DeviceSheet, read_device
 from qspec.schema.recipe import MlpDraft, ModelDraft, QuantSpec, Recipe, SelfDraft
 from qspec.stages.build_plan import build_plan, needs_statistics, resolve_plan
 from qspec.stages.duration import HalfCost, Step, steps
-from qspec.stages.footprint import DTYPE_BYTES, Footprint, footprint, mlp_footprint
+from qspec.stages.footprint import Footprint, footprint, mlp_footprint
 from qspec.stages.forecast import CONTEXT, Duo, rates
 from qspec.stages.load import resolve_arch
 
@@ -118,27 +120,28 @@ def resolve(recipe: Recipe) -> PlannedPair:
     _known_data(recipe)
     sheet = read_device(recipe.device)
     dtype = recipe.dtype if recipe.dtype != "auto" else "float32" if sheet.capability is None else "bfloat16"
+    width: int = getattr(torch, dtype).itemsize
     arch = resolve_arch(recipe.target)
-    target = _half(recipe.target.model, arch, recipe.target.quantization, dtype)
+    target = _half(recipe.target.model, arch, recipe.target.quantization, width)
     draft, head, own_rows = None, None, arch.vocab_size
     if isinstance(recipe.draft, ModelDraft):
         own = resolve_arch(recipe.draft)
         own_rows, padded = own.vocab_size, replace(own, vocab_size=arch.vocab_size)
-        draft = _half(recipe.draft.model, padded, recipe.draft.quantization, dtype)
+        draft = _half(recipe.draft.model, padded, recipe.draft.quantization, width)
     elif isinstance(recipe.draft, SelfDraft):
-        draft = _half(recipe.target.model, _truncated(arch, recipe.draft.layers), recipe.draft.quantization, dtype)
+        draft = _half(recipe.target.model, _truncated(arch, recipe.draft.layers), recipe.draft.quantization, width)
     elif isinstance(recipe.draft, MlpDraft):
-        head = mlp_footprint(recipe.draft, arch, DTYPE_BYTES[dtype])
+        head = mlp_footprint(recipe.draft, arch, width)
     return PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
 
 
-def _half(model: str, arch: ArchMap, spec: QuantSpec, dtype: str) -> PlannedHalf:
+def _half(model: str, arch: ArchMap, spec: QuantSpec, width: int) -> PlannedHalf:
     plan = build_plan(spec)
     schemes = resolve_plan(plan, arch)
     if spec.engine == "llmcompressor":
         oneshot.refuse(arch, spec, plan, [[0]])
-    plain = footprint(arch, dict.fromkeys(schemes), None, dtype)
-    return PlannedHalf(model, arch, spec, plan, schemes, footprint(arch, schemes, plan.kv, dtype), plain)
+    plain = footprint(arch, dict.fromkeys(schemes), None, width)
+    return PlannedHalf(model, arch, spec, plan, schemes, footprint(arch, schemes, plan.kv, width), plain)
 
 
 def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:
@@ -149,8 +152,6 @@ def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:
 
 def _known_data(recipe: Recipe) -> None:
     """Named data sets have an entry; their rows are looked for by `run`."""
-    fidelity = recipe.evaluation.fidelity
-    names = [*(source.name for source in recipe.calibration.data), recipe.benchmark.prompts]
-    for name in [*names, fidelity.data] if fidelity is not None else names:
+    for name in data_names(recipe):
         if not name.endswith(SUFFIXES):
             dataset(name)

@@ -1,13 +1,13 @@
 """What a device can run of a plan, known before any compute. Sources: vLLM 0.33's kernel selection and its issues."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from qspec.errors import RecipeError
 from qspec.plan import KVScheme, LayerScheme
 from qspec.records import ArchMap
-from qspec.schema.devices import ADA, DeviceSheet, read_device
+from qspec.schema.devices import ADA, DeviceSheet
 from qspec.schema.recipe import MlpDraft, ModelDraft, Recipe, SelfDraft
 
 Schemes = Mapping[str, LayerScheme | None]
@@ -26,12 +26,7 @@ class Finding:
         return f"{self.value}: {self.rule}; {self.fix}"
 
 
-def refuse_on(device: str, schemes: Schemes, kv: KVScheme | None) -> None:
-    """Raise `RecipeError` if `device` cannot run these schemes."""
-    raise_refused(list(device_findings(read_device(device), schemes, kv)))
-
-
-def raise_refused(findings: list[Finding]) -> None:
+def raise_refused(findings: Iterable[Finding]) -> None:
     """Raise the first refusal, if there is one."""
     for finding in findings:
         if finding.level == "refused":

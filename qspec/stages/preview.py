@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
-from qspec.numerics.roofline import pass_seconds, ridge_rows
+from qspec.numerics.roofline import bytes_moved, pass_seconds, ridge_rows
 from qspec.plan import KVScheme, TensorScheme
 from qspec.schema.recipe import MlpDraft, Recipe
 from qspec.stages.build_plan import needs_statistics
@@ -22,7 +22,7 @@ def admit(recipe: Recipe) -> PlannedPair:
     """The resolved pair, if the job may start; raises the first refusal otherwise. Called before any compute."""
     refuse_unbuilt(recipe)
     pair = resolve(recipe)
-    raise_refused(list(remarks(pair)))
+    raise_refused(remarks(pair))
     return pair
 
 
@@ -159,9 +159,7 @@ def _speed_basis(pair: PlannedPair) -> str:
 
 def _quantization_gain(pair: PlannedPair) -> float:
     """Plain decoding at batch 1: time of the original target over that of the quantized one, from bytes."""
-    before, after = (
-        half.cost.weight_bytes + CONTEXT * half.cost.kv_bytes for half in (pair.target.plain, pair.target.bytes)
-    )
+    before, after = (bytes_moved(half.cost, 1, CONTEXT) for half in (pair.target.plain, pair.target.bytes))
     return before / after
 
 

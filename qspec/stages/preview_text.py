@@ -50,7 +50,7 @@ def _formats(group: View) -> str:
 def _memory(view: View) -> Iterator[str]:
     memory = view["memory"]
     halves = [name for name in ("target", "draft") if name in memory]
-    yield "memory as served" + "".join(f"{name:>14}" for name in halves)
+    yield f"{'memory as served':<20}" + "".join(f"{name:>14}" for name in halves)
     labels = list(dict.fromkeys(label for name in halves for label in memory[name]["linears"]))
     for label in labels:
         row = [memory[name]["linears"].get(label) for name in halves]
@@ -74,7 +74,7 @@ def _memory(view: View) -> Iterator[str]:
 
 
 def _row(label: str, values: list[int | None]) -> str:
-    return f"  {label:<18}" + "".join(f"{'-' if v is None else size(v):>10}    " for v in values).rstrip()
+    return f"  {label:<22}" + "".join(f"{'-' if v is None else size(v):>10}    " for v in values).rstrip()
 
 
 def _speed(view: View) -> Iterator[str]:

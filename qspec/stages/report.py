@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from qspec.provenance import atomic_write
-from qspec.schema.results import Accuracy, Results, Scalar, Speed, TaskResult
+from qspec.schema.results import Accuracy, Results, Scalar, Speed, Spread, TaskResult
 from qspec.schema.text import dump_yaml
 from qspec.stages import report_html, report_markdown, verdict
 from qspec.stages.document import (
@@ -108,9 +108,8 @@ def _speed(speed: Speed) -> list[Block]:
 
 def _rates(speed: Speed, name: Naming) -> Bars:
     bars = tuple(
-        Bar(name(a.arm, a.temperature), rate.median, number(rate.median), (rate.q1, rate.q3))
+        Bar(name(a.arm, a.temperature), a.decode_rate.median, number(a.decode_rate.median), _quartiles(a.decode_rate))
         for a in speed.arms
-        for rate in (a.decode_rate,)
     )
     return Bars("Decoding speed, tokens/s (median; line: quartiles)", bars)
 
@@ -148,7 +147,7 @@ def _arms(speed: Speed, name: Naming) -> Table:
             name(a.arm, a.temperature),
             number(a.ttft.median),
             number(a.tpot.median),
-            interval((a.tpot.q1, a.tpot.q3)),
+            interval(_quartiles(a.tpot)),
             number(a.decode_rate.median),
             number(a.total_rate.median),
             str(a.tpot.n),
@@ -244,6 +243,10 @@ def _provenance(results: Results) -> list[Block]:
     if results.digests:
         blocks.append(Table("sha256", ("", "digest"), tuple(sorted(results.digests.items()))))
     return [*blocks, Details("Recipe", tuple(dump_yaml(results.recipe).splitlines()), code=True)]
+
+
+def _quartiles(spread: Spread) -> tuple[float, float]:
+    return spread.q1, spread.q3
 
 
 def _percents(ci: tuple[float, float] | None) -> str:

@@ -49,7 +49,7 @@ def transform(
     work = _Workspace(model, stats)
     smoothed = _smooth(work, spec.smoothing, plan) if spec.smoothing else {}
     folded = _fold(work, [p for p in _norm_pairs(model.arch) if p.source not in smoothed]) if fusion.fold_norms else 0
-    notes = [_smoothing_note(smoothed, spec.smoothing)] if spec.smoothing else []
+    notes = [_smoothing_note(smoothed)] if spec.smoothing else []
     if fusion.fold_norms:
         notes.append(f"Norm gains folded into the next linear layer: {folded}.")
     return work.model(), work.stats(), notes
@@ -60,6 +60,8 @@ def truncate_layers(model: LoadedModel, n: int) -> LoadedModel:
     if not 1 <= n <= model.arch.n_layers:
         fix = f"use 1 … {model.arch.n_layers}"
         raise RecipeError(f"layers: {n}", f"the model has {model.arch.n_layers} layers", fix)
+    if n == model.arch.n_layers:
+        return model
     config = dict(model.config) | {"num_hidden_layers": n}
     if isinstance(config.get("layer_types"), list):
         config["layer_types"] = config["layer_types"][:n]
@@ -136,7 +138,7 @@ def _linear_pairs(arch: ArchMap, keep_values: bool) -> list[_Pair]:
 def _smooth(work: _Workspace, spec: SmoothingSpec, plan: QuantPlan) -> dict[str, float]:
     """Smooth every pair that gains from it; returns the strengths used, by source."""
     schemes = plan.resolve(work.arch.linears())
-    static_kv = plan.kv is not None and plan.kv.granularity != "token_head"
+    static_kv = plan.kv is not None and plan.kv.stored
     used: dict[str, float] = {}
     for pair in [*_norm_pairs(work.arch), *_linear_pairs(work.arch, static_kv)]:
         scheme = next((schemes[layer] for layer in pair.readers if schemes[layer]), None)
@@ -149,30 +151,26 @@ def _smooth(work: _Workspace, spec: SmoothingSpec, plan: QuantPlan) -> dict[str,
 
 def _smooth_pair(work: _Workspace, pair: _Pair, scheme: LayerScheme, spec: SmoothingSpec) -> float | None:
     """Smooth one pair; None when `auto` finds that leaving it alone loses less."""
-    weights = work.weights(pair.readers)
+    whole_NK = torch.cat(work.weights(pair.readers))
     amax_K = _over_repeats(work.amax[pair.readers[0]].float(), pair.repeats, work.arch.head_dim)
     strength = spec.strength
     if strength == "auto":
-        inputs_TK = work.inputs[pair.readers[0]]
-        fake = _fake_quant(scheme)
         tried = [step / spec.grid for step in range(spec.grid)]
-        stacked_NK = torch.cat(weights)
-        found, _ = search_strength(inputs_TK, [stacked_NK], amax_K, fake, tried)
+        found, _ = search_strength(work.inputs[pair.readers[0]], [whole_NK], amax_K, _fake_quant(scheme), tried)
         if found is None:
             return None
         strength = found
-    w_amax_K = _over_repeats(weights_amax(weights), pair.repeats, work.arch.head_dim)
+    w_amax_K = _over_repeats(weights_amax([whole_NK]), pair.repeats, work.arch.head_dim)
     _apply(work, pair, smoothing_scale(amax_K, w_amax_K, strength))
     return strength
 
 
 def _apply(work: _Workspace, pair: _Pair, s_K: Tensor) -> None:
     """Divide the source by `s` and multiply the readers' columns by it."""
+    name = f"{pair.source}.weight"
     if pair.is_norm:
-        gain = f"{pair.source}.weight"
-        work[gain] = divide_gain(work[gain], work.arch.norm_offset, s_K)
+        work[name] = divide_gain(work[name], work.arch.norm_offset, s_K)
     else:
-        name = f"{pair.source}.weight"
         s_N = _first_repeat(s_K, pair.repeats, work.arch.head_dim)
         work[name], bias = divide_rows(work[name], work.bias(pair.source), s_N)
         if bias is not None:
@@ -219,7 +217,7 @@ def _fold(work: _Workspace, pairs: Sequence[_Pair]) -> int:
     return len(pairs)
 
 
-def _smoothing_note(strengths: Mapping[str, float], spec: SmoothingSpec | None) -> str:
+def _smoothing_note(strengths: Mapping[str, float]) -> str:
     if not strengths:
         return "Smoothing: no layer gained from it."
     values = sorted(strengths.values())

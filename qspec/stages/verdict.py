@@ -1,5 +1,8 @@
 """What the numbers carry, in sentences: budgets met or missed, faster or slower, lossless or not."""
 
+import math
+
+from qspec.numerics.paired import shown_sign
 from qspec.schema.results import Equality, Measurement, Ratio, Results, Speed, TaskResult
 from qspec.stages.document import Finding, Tone, interval, number, percent
 
@@ -32,12 +35,13 @@ def _lossless(equality: Equality) -> Finding:
 
 
 def _task(task: TaskResult) -> Finding:
-    tone: Tone = "bad" if "is worse" in task.verdict else "good" if "is better" in task.verdict else "open"
+    tones: dict[int, Tone] = {1: "good", 0: "open", -1: "bad"}
+    sign = shown_sign(task.difference.ci or (-math.inf, math.inf), task.p_value)
     cut = max(task.original_cut, task.quantized_cut)
     caution = f"; {percent(cut)} of the answers were cut at the token limit, so the score says little" * (
         cut > MANY_CUT
     )
-    return Finding(tone, f"{task.task} ({task.backend}): {task.verdict}{caution}")
+    return Finding(tones[sign], f"{task.task} ({task.backend}): {task.verdict}{caution}")
 
 
 def _faster(ratio: Ratio) -> Finding:

@@ -97,7 +97,7 @@ def test_samples_are_shared_by_weight(numbered: str, tmp_path: Path):
 def test_spec_bench_prompts_by_group(data: Path):
     """Would catch categories that differ from the benchmark's own six, or a first turn that is not the prompt."""
     chosen = text.prompts("spec_bench", 2)
-    assert [p["category"] for p in chosen[::2]] == [
+    assert [p.category for p in chosen[::2]] == [
         "multi_turn",
         "translation",
         "summarization",
@@ -105,18 +105,18 @@ def test_spec_bench_prompts_by_group(data: Path):
         "math_reasoning",
         "rag",
     ]
-    assert chosen[0]["messages"][0]["content"].startswith("Compose an engaging travel blog")
-    assert {p["category"] for p in text.prompts("spec_bench", 1, ("coding", "qa"))} == {"coding", "qa"}
+    assert chosen[0].text.startswith("Compose an engaging travel blog")
+    assert {p.category for p in text.prompts("spec_bench", 1, ("coding", "qa"))} == {"coding", "qa"}
     with pytest.raises(RecipeError, match="did you mean 'qa'"):
         text.prompts("spec_bench", 1, ("qaa",))
 
 
 def test_prompts_that_do_not_fit_are_passed_over(data: Path):
     """Would catch a benchmark that dies on (or cuts) one long document instead of taking the next prompt."""
-    short = text.prompts("spec_bench", 1, ("rag",), lambda messages: len(messages[0]["content"]) < 3000)
-    assert len(short[0]["messages"][0]["content"]) < 3000
+    short = text.prompts("spec_bench", 1, ("rag",), lambda prompt: len(prompt) < 3000)
+    assert len(short[0].text) < 3000
     with pytest.raises(SourceError, match="fits the context"):
-        text.prompts("spec_bench", 1, ("rag",), lambda messages: False)
+        text.prompts("spec_bench", 1, ("rag",), lambda prompt: False)
 
 
 def test_refusals_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -129,7 +129,7 @@ def test_refusals_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     broken.write_text('{"text": "a"}\nnonsense\n')
     with pytest.raises(SourceError, match="line 2"):
         text.load_rows(str(broken))
-    monkeypatch.delenv("QSPEC_DATA", raising=False)
+    monkeypatch.setenv("QSPEC_DATA", str(tmp_path))
 
     def offline(*_args: object, **_options: object) -> None:
         raise ConnectionError("no route")

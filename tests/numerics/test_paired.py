@@ -11,6 +11,7 @@ from qspec.numerics.paired import (
     pair_deviation,
     proportion_difference,
     quartiles,
+    shown_sign,
 )
 
 
@@ -50,6 +51,13 @@ def test_detectable_difference_has_its_power():
     z = samples.mean(1) / (deviation / math.sqrt(n))
     power = float((z.abs() > 1.959964).double().mean())
     assert power == pytest.approx(0.8, abs=0.03)  # three standard errors of a 0.8 share over 2000
+
+
+def test_a_sign_needs_interval_and_test():
+    """Would catch a loss called one by its interval alone, a test asked for where there is none, a wrong sign."""
+    assert shown_sign((-0.3, -0.1), 0.01) == shown_sign((-0.3, -0.1), None) == -1
+    assert shown_sign((0.1, 0.3), 0.01) == 1
+    assert shown_sign((-0.3, -0.1), 0.05) == shown_sign((-0.3, 0.0), 0.01) == shown_sign((-0.1, 0.2), None) == 0
 
 
 def test_geometric_mean_treats_twice_and_half_alike():

@@ -3,7 +3,7 @@
 from hypothesis import example, given, strategies as st
 import pytest
 
-from qspec.errors import SourceError
+from qspec.errors import RecipeError
 from qspec.schema.text import dump_yaml, parse_yaml
 
 characters = st.characters(exclude_categories=("Cs",))
@@ -36,7 +36,7 @@ def test_anchors_and_merge_keys_are_read():
     assert parse_yaml(text, "test") == {"base": {"k": 1, "v": 2}, "other": {"k": 3, "v": 2}}
 
 
-def test_the_callers_error_is_raised():
-    """Would catch a broken data-set table reported as a broken recipe."""
-    with pytest.raises(SourceError, match=r"table, line 1, column \d+: is not valid YAML"):
-        parse_yaml("a: [", "table", SourceError)
+def test_syntax_errors_are_located():
+    """Would catch a broken file refused without the place to look at."""
+    with pytest.raises(RecipeError, match=r"table, line 1, column \d+: is not valid YAML"):
+        parse_yaml("a: [", "table")

@@ -82,7 +82,7 @@ def test_links_lead_out(pair: Path) -> None:
     moved = pair.parent / "elsewhere.json"
     path.rename(moved)
     path.symlink_to(moved)
-    with pytest.raises(IntegrityError, match=r"config\.json: is a link"):
+    with pytest.raises(IntegrityError, match=r"target/config\.json: is a link"):
         check(pair)
 
 
@@ -95,6 +95,17 @@ def test_paths_stay_inside(pair: Path, path: str) -> None:
 
     rewrite(pair, lead_out)
     with pytest.raises(IntegrityError, match=r"pair\.json"):
+        check(pair)
+
+
+def test_halves_stay_inside(pair: Path) -> None:
+    """Would catch a manifest whose half is a folder outside the pair, which no digest covers."""
+
+    def lead_out(body: dict[str, Any]) -> None:
+        body["draft"]["folder"] = "../source"
+
+    rewrite(pair, lead_out)
+    with pytest.raises(IntegrityError, match=r"pair\.json: draft\.folder"):
         check(pair)
 
 

@@ -83,6 +83,14 @@ def test_truncated_self_drafts_are_ordinary_checkpoints():
     assert "ordinary checkpoint with 4 layers" in line(recipe(draft={"kind": "self", "layers": 4}), "vllm", "draft")[1]
 
 
+def test_truncated_self_drafts_need_kernels_too():
+    """Would catch an FP8 draft called servable on CPU because it has fewer layers."""
+    draft = {"kind": "self", "layers": 4, "quantization": {"scheme": "FP8"}}
+    served, detail = line(recipe("cpu", draft=draft), "vllm", "draft")
+    assert not served
+    assert "no usable FP8 matmul on CPU" in detail
+
+
 @pytest.mark.parametrize(
     ("target", "draft", "served"),
     [(FP8_KV, FP8_KV, True), (FP8_KV, {}, False), ({}, {}, True), ({"scheme": "FP8"}, {}, True)],

@@ -17,7 +17,7 @@ def arch(model: str) -> ArchMap:
 
 def half(model: str, scheme: str, kv: KVScheme | None = None) -> Footprint:
     plan = build_plan(QuantSpec(scheme=scheme))
-    return footprint(arch(model), resolve_plan(plan, arch(model)), kv, "bfloat16")
+    return footprint(arch(model), resolve_plan(plan, arch(model)), kv, 2)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ FP8_KV = KVScheme(FP8_E4M3, "tensor")
 
 def half(model: str, scheme: str, kv: KVScheme | None = None) -> Footprint:
     arch = resolve_arch(ModelSpec(model=f"meta-llama/{model}"))
-    return footprint(arch, resolve_plan(build_plan(QuantSpec(scheme=scheme)), arch), kv, "bfloat16")
+    return footprint(arch, resolve_plan(build_plan(QuantSpec(scheme=scheme)), arch), kv, 2)
 
 
 def duo(target: tuple, draft: tuple | None, device: str = "h100") -> Duo:

@@ -105,7 +105,7 @@ def test_folder_is_checked_before_compute(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     spec = ModelSpec(model=str(folder))
     with pytest.raises(SourceError, match="no safetensors weights"):
-        locate(spec)
+        load(spec)
     assert resolve_arch(spec).n_layers == 2
     with pytest.raises(SourceError, match="only Hub models have revisions"):
         locate(ModelSpec(model=str(folder), revision="main"))
@@ -119,7 +119,7 @@ def test_hub_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec(model="org/tiny", revision="main")
     source = load(spec).source
     assert (source["model"], source["revision"]) == ("org/tiny", commit)
-    assert (locate(spec).kind, locate(spec).revision) == ("hub", commit)
+    assert (locate(spec).kind, locate(spec).path) == ("hub", None)
     assert resolve_arch(spec).n_layers == 2
 
 

@@ -110,10 +110,10 @@ def test_a_failed_write_leaves_the_old_pair(made: Halves, tmp_path: Path, monkey
     pair = package(*made, recipe(), tmp_path)
     before = (pair / "pair.json").read_bytes()
 
-    def broken(_pair: Path) -> list[str]:
+    def broken(_pair: Path) -> None:
         raise IntegrityError("target/model.safetensors", "was changed", "try again")
 
-    monkeypatch.setattr(package_stage, "check", broken)
+    monkeypatch.setattr(package_stage, "examine", broken)
     with pytest.raises(IntegrityError):
         package(*made, recipe(name="other"), tmp_path)
     assert (pair / "pair.json").read_bytes() == before
@@ -152,21 +152,34 @@ def test_paths_that_vllm_misreads(made: Halves, tmp_path: Path) -> None:
 
 
 def test_seal_adds_results(made: Halves, tmp_path: Path) -> None:
-    """Would catch measurements or a report that travel apart from the files they were made with."""
+    """Would catch measurements or a report that travel apart from their files, and an infinity that JSON cannot say."""
     pair = package(*made, recipe(), tmp_path)
     report = tmp_path / "report"
     report.mkdir()
     (report / "report.md").write_text("# Report\n", encoding="utf-8")
     measured = {"metric": "kl", "value": 0.01, "unit": "nats", "n": 4, "ci": [0.005, 0.015], "condition": {}}
-    equality = [{"arm": "quantized", "baseline": "quantized", "n": 2, "equal": 2, "mismatches": []}]
+    mismatch = {"position": 3, "margin": float("inf")}  # one answer ends where the other goes on
+    equality = [{"arm": "quantized", "baseline": "quantized", "n": 2, "equal": 1, "mismatches": [mismatch]}]
     results = {"accuracy": {"fidelity": {"kl": measured}}, "speed": {"equality": equality}, "recipe": {"x": measured}}
     seal(pair, results, report)
     seal(pair, results, report)  # a second run replaces the first
     manifest = read_manifest(pair)
     assert manifest.measurements == (measured,)
-    assert manifest.lossless == {"equality": equality}
+    assert manifest.lossless == {"equality": [equality[0] | {"mismatches": [{"position": 3, "margin": "Infinity"}]}]}
     assert "report/report.md" in {entry.path for entry in manifest.files}
     check(pair)
+
+
+def test_seal_does_not_bless_a_changed_file(made: Halves, tmp_path: Path) -> None:
+    """Would catch weights that changed between packaging and sealing, and leave with a fresh, matching digest."""
+    pair = package(*made, recipe(), tmp_path)
+    report = tmp_path / "report"
+    report.mkdir()
+    (report / "report.md").write_text("# Report\n", encoding="utf-8")
+    config = pair / "target" / "config.json"
+    config.write_text(config.read_text(encoding="utf-8").replace("silu", "SILU"), encoding="utf-8")
+    with pytest.raises(IntegrityError, match=r"target/config\.json"):
+        seal(pair, {}, report)
 
 
 def test_manifest_is_plain_json(made: Halves, tmp_path: Path) -> None:

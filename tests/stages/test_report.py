@@ -100,7 +100,8 @@ def test_other_budgets_and_tasks_speak():
     late = results.model_copy(update={"recipe": {"budget": {"ttft_s": 0.05}}})
     assert _tone(late, "first-token budget 0.0500 s missed (median): original (85.3 ms), quantized (85.3 ms)") == "bad"
     loss = task(0.1, "quantized is worse by 22.0 points")
-    worse = loss.model_copy(update={"difference": loss.difference.model_copy(update={"ci": (-0.3, -0.15)})})
+    difference = loss.difference.model_copy(update={"ci": (-0.3, -0.15)})
+    worse = loss.model_copy(update={"difference": difference, "p_value": 0.001})
     results = results.model_copy(update={"accuracy": Accuracy(tasks=(worse,))})
     assert _tone(results, "quantized is worse") == "bad"
     assert _tone(results, "recovery budget 99.0 % missed") == "bad"
