@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 import shutil
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from qspec.bridges import compressed, oneshot
-from qspec.bridges.text import calibration_rows, require_data
+from qspec.bridges.text import calibration_rows, data_names, require_data
 from qspec.errors import OutputError
 from qspec.nn.decoder import Decoder
 from qspec.progress import Progress, setup_log
 from qspec.provenance import atomic_write, environment, require_space, staged_dir
-from qspec.records import LayerStats, LoadedModel, QuantizedModel
+from qspec.records import LayerStats, LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.recipe import (
     CalibrationSpec,
     FusionSpec,
@@ -27,6 +28,7 @@ from qspec.schema.recipe import (
 from qspec.schema.results import Accuracy, Record, Results, Speed
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
+from qspec.spec.types import Drafter
 from qspec.stages.bench import Arm, bench
 from qspec.stages.build_plan import build_plan, needs_statistics, validate_plan
 from qspec.stages.calibrate import calibrate
@@ -69,19 +71,21 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
         progress.say(f"{out} is complete already")
         return out / "pair"
     originals = load_originals(recipe, progress)
-    require_data(recipe)
+    require_data(data_names(recipe, planned.calibrates))
     _claim(recipe, planned, out)
     pair = out / "pair"
-    if not pair.exists():
+    if pair.exists():
+        check(pair)
+    else:
         target, draft = quantize_halves(recipe, originals, out / "work", progress)
         progress.stage("package and verify")
         package(target, draft, recipe, out)
-    loaded = open_pair(pair)
-    accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: _evaluate(recipe, originals, loaded, out, progress))
+    arms = Arms(recipe, planned, originals, open_pair(pair))
+    accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: _evaluate(arms, out, progress))
     speed = None
     if recipe.device == "cpu":
-        speed = _kept(out / "work/speed.json", Speed, lambda: _bench(recipe, planned, originals, loaded, progress))
-    results = _results(recipe, loaded, accuracy, speed)
+        speed = _kept(out / "work/speed.json", Speed, lambda: _bench(arms, progress))
+    results = _results(recipe, arms.pair, accuracy, speed)
     progress.stage("report")
     report(results, out / "report")
     seal(pair, results.model_dump(mode="json"), out / "report")
@@ -108,8 +112,7 @@ def quantize_halves(
     recipe: Recipe, originals: Originals, work: Path, progress: Progress
 ) -> tuple[QuantizedModel, QuantizedModel | None]:
     """Both halves under their plans; each is kept in `work` when it is done, so that a resumed run reads it back."""
-    rows = calibration_rows(recipe.calibration, originals.target.tokenizer, recipe.seed)
-    text = Calibration(rows, progress)
+    text = Calibration(recipe.calibration, originals.target.tokenizer, recipe.seed, progress)
     target = _half(recipe, recipe.target.quantization, originals.target, text, work / "target")
     if originals.draft is None:
         return target, None
@@ -120,9 +123,14 @@ def quantize_halves(
 class Calibration:
     """Calibration text, and the statistics of each model on it, measured once (a self draft shares the target's)."""
 
-    def __init__(self, rows: list[list[int]], progress: Progress) -> None:
-        self.rows, self.progress = rows, progress
+    def __init__(self, spec: CalibrationSpec, tokenizer: Tokenizer, seed: int, progress: Progress) -> None:
+        self._spec, self._tokenizer, self._seed, self.progress = spec, tokenizer, seed, progress
         self._known: list[tuple[LoadedModel, LayerStats]] = []
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """Token rows; read only if something calibrates."""
+        return calibration_rows(self._spec, self._tokenizer, self._seed)
 
     def statistics(self, model: LoadedModel) -> LayerStats:
         for known, stats in self._known:
@@ -171,52 +179,69 @@ def quantize_checkpoint(
     if out.exists():
         raise OutputError(str(out), "exists already", "choose another folder")
     loaded = load(model)
-    rows = calibration_rows(calibration or CalibrationSpec(), loaded.tokenizer, seed=0)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.absolute().parent) as work:
-        text = Calibration(rows, progress)
+        text = Calibration(calibration or CalibrationSpec(), loaded.tokenizer, 0, progress)
         quantized = quantize_model(loaded, model.quantization, fusion or FusionSpec(), text, Path(work))
     with staged_dir(out) as part:
         compressed.write(quantized, part, source_dtype(quantized.config))
     return quantized
 
 
-def _evaluate(recipe: Recipe, originals: Originals, pair: LoadedPair, out: Path, progress: Progress) -> Accuracy:
+@dataclass(frozen=True)
+class Arms:
+    """What is compared: the models as they came, and the pair as it was packaged."""
+
+    recipe: Recipe
+    planned: PlannedPair
+    originals: Originals
+    pair: LoadedPair
+
+    @cached_property
+    def original(self) -> Decoder:
+        """The original target, with room for as many tokens as the pair's."""
+        return self.float_decoder(self.originals.target)
+
+    def float_decoder(self, model: LoadedModel) -> Decoder:
+        length = min(self.pair.target.max_length, model.arch.max_positions)
+        return Decoder.from_float(model, compute_dtype(self.recipe.dtype), length)
+
+
+def _evaluate(arms: Arms, out: Path, progress: Progress) -> Accuracy:
     progress.stage("evaluate")
-    folders: dict[str, Path | None] = {"original": None, "quantized": pair.folder / "target"}
+    recipe, target = arms.recipe, arms.originals.target
+    folders: dict[str, Path | None] = {"original": None, "quantized": arms.pair.folder / "target"}
     if any("hf" in task.backends for task in recipe.evaluation.tasks):
         folders["original"] = out / "work" / "original"
         with staged_dir(out / "work" / "original") as part:
-            compressed.write_float(originals.target, part, compute_dtype(recipe.dtype))
-    target = originals.target
-    float_target = Decoder.from_float(target, compute_dtype(recipe.dtype), pair.target.max_length)
-    return evaluate(float_target, pair.target, target.tokenizer, recipe, folders, progress, eos_ids=target.arch.eos_ids)
+            compressed.write_float(target, part, compute_dtype(recipe.dtype))
+    eos_ids = target.arch.eos_ids
+    return evaluate(arms.original, arms.pair.target, target.tokenizer, recipe, folders, progress, eos_ids=eos_ids)
 
 
-def _bench(recipe: Recipe, planned: PlannedPair, originals: Originals, pair: LoadedPair, progress: Progress) -> Speed:
+def _bench(arms: Arms, progress: Progress) -> Speed:
     """{original, quantized} x {plain, speculative}, and prompt lookup, which every draft with weights must beat."""
     progress.stage("benchmark")
-    dtype, arch = compute_dtype(recipe.dtype), originals.target.arch
-    float_target = Decoder.from_float(originals.target, dtype, pair.target.max_length)
-    drafter, draft_bytes = pair.drafter, planned.drafting.cost.weight_bytes if planned.drafting else 0
-    float_drafter, float_draft_bytes = drafter, draft_bytes
-    if isinstance(recipe.draft, ModelDraft) and originals.draft is not None and planned.draft is not None:
-        float_draft = Decoder.from_float(originals.draft, dtype, pair.target.max_length)
-        float_drafter = ModelDrafter(float_draft, arch.vocab_size, arch.eos_ids)
-        float_draft_bytes = planned.draft.plain.cost.weight_bytes
-    plain, bytes_ = planned.target.plain, planned.target.bytes
-    original = Arm(float_target, None, None, int(plain.cost.weight_bytes), 0, plain.kv_bytes_per_token)
-    quantized = Arm(pair.target, None, None, int(bytes_.cost.weight_bytes), 0, bytes_.kv_bytes_per_token)
-    arms = {
-        "original": original,
-        "original + draft": replace(
-            original, drafter=float_drafter, policy=pair.policy, draft_bytes=int(float_draft_bytes)
-        ),
-        "quantized": quantized,
-        "quantized + draft": replace(quantized, drafter=drafter, policy=pair.policy, draft_bytes=int(draft_bytes)),
+    recipe, planned, pair, arch = arms.recipe, arms.planned, arms.pair, arms.originals.target.arch
+    draft_bytes = planned.drafting.cost.weight_bytes if planned.drafting else 0
+    drafters: dict[str, tuple[Drafter, float]] = {
+        "original": (pair.drafter, draft_bytes),
+        "quantized": (pair.drafter, draft_bytes),
     }
+    if isinstance(recipe.draft, ModelDraft) and arms.originals.draft is not None and planned.draft is not None:
+        float_draft = arms.float_decoder(arms.originals.draft)
+        float_drafter = ModelDrafter(float_draft, arch.vocab_size, arch.eos_ids)
+        drafters["original"] = (float_drafter, planned.draft.plain.cost.weight_bytes)
+    targets = {"original": (arms.original, planned.target.plain), "quantized": (pair.target, planned.target.bytes)}
+    runs: dict[str, Arm] = {}
+    for name, (target, size) in targets.items():
+        plain = Arm(target, None, None, int(size.cost.weight_bytes), 0, size.cost.kv_bytes)
+        drafter, weight = drafters[name]
+        runs[name] = plain
+        runs[f"{name} + draft"] = replace(plain, drafter=drafter, policy=pair.policy, draft_bytes=int(weight))
     if not isinstance(recipe.draft, NgramDraft):
-        arms["quantized + prompt lookup"] = replace(quantized, drafter=NgramDrafter(), policy=pair.policy)
-    return bench(arms, originals.target.tokenizer, recipe, progress, eos_ids=arch.eos_ids)
+        runs["quantized + prompt lookup"] = replace(runs["quantized"], drafter=NgramDrafter(), policy=pair.policy)
+    return bench(runs, arms.originals.target.tokenizer, recipe, progress, eos_ids=arch.eos_ids)
 
 
 def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed | None) -> Results:

@@ -63,17 +63,17 @@ def load_rows(name: str, limit: int | None = None) -> list[Row]:
     return _find(name).rows(limit)
 
 
-def data_names(recipe: Recipe) -> list[str]:
-    """Every data set that the recipe reads, once."""
-    names = [source.name for source in recipe.calibration.data]
+def data_names(recipe: Recipe, calibrates: bool = True) -> list[str]:
+    """Every data set that the recipe reads, once; without the calibration text if nothing `calibrates`."""
+    names = [source.name for source in recipe.calibration.data if calibrates]
     names += [recipe.evaluation.fidelity.data] if recipe.evaluation.fidelity else []
     names += [task.name for task in recipe.evaluation.tasks if task.name in read_datasets()]
     return list(dict.fromkeys([*names, recipe.benchmark.prompts]))
 
 
-def require_data(recipe: Recipe) -> None:
-    """Read one row of every data set that the recipe names, so that a missing one is refused before compute."""
-    for name in data_names(recipe):
+def require_data(names: Iterable[str]) -> None:
+    """Read one row of every data set, so that a missing one is refused before compute."""
+    for name in names:
         load_rows(name, limit=1)
 
 

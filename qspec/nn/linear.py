@@ -24,29 +24,36 @@ def merged_linear(
     if all(isinstance(m, Tensor) for m in members):
         return _Biased(FloatLinear(torch.cat([m.to(dtype) for m in members if isinstance(m, Tensor)])), bias_N)
     quantized = [m for m in members if isinstance(m, QLinear)]
-    if len(quantized) == len(members) and mergeable(quantized):
+    if len(quantized) == len(members) and merge_obstacle(quantized) is None:
         return _Biased(_prepare(_cat(quantized), dtype, kernels), bias_N)
     parts = [FloatLinear(m.to(dtype)) if isinstance(m, Tensor) else _prepare(m, dtype, kernels) for m in members]
     return _Biased(_Split(parts), bias_N)
 
 
-def mergeable(members: Sequence[QLinear]) -> bool:
-    """Whether the members' codes can be stacked under one scale tensor: one scheme, and equal scales per tensor."""
-    first = members[0]
-    for m in members[1:]:
-        same = (m.weight.fmt, m.weight.granularity, m.activation) == (
-            first.weight.fmt,
-            first.weight.granularity,
-            first.activation,
-        )
-        if not same or (m.weight.zero_point is None) != (first.weight.zero_point is None):
-            return False
-        if not _equal(m.input_scale, first.input_scale):
-            return False
-        if isinstance(m.weight.granularity, PerTensor) and not torch.equal(m.weight.scale, first.weight.scale):
-            return False
+def merge_obstacle(members: Sequence[QLinear | None]) -> str | None:
+    """Why these layers (None: one that is not quantized) cannot be one matmul; None when they can."""
+    quantized = [m for m in members if m is not None]
+    if not quantized:
+        return None
+    if len(quantized) < len(members):
+        return "only some are quantized"
+    first = quantized[0]
+    if any(_form(m) != _form(first) for m in quantized):
+        return "their formats differ"
+    per_tensor = isinstance(first.weight.granularity, PerTensor)
+    if per_tensor and not all(torch.equal(m.weight.scale, first.weight.scale) for m in quantized):
+        return "their weight scales differ"
+    if not all(_equal(m.input_scale, first.input_scale) for m in quantized):
+        return "their input scales differ"
     granularity = first.weight.granularity
-    return not isinstance(granularity, PerBlock) or all(m.weight.shape[0] % granularity.rows == 0 for m in members)
+    if isinstance(granularity, PerBlock) and any(m.weight.shape[0] % granularity.rows for m in quantized):
+        return "their rows end inside a tile"
+    return None
+
+
+def _form(linear: QLinear) -> tuple[object, ...]:
+    weight = linear.weight
+    return weight.fmt, weight.granularity, weight.zero_point is None, linear.activation
 
 
 def _cat(members: Sequence[QLinear]) -> QLinear:

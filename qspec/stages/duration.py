@@ -1,13 +1,11 @@
-"""How long a job takes, roughly: the operations and bytes of each stage over the device's rates."""
+"""How long a job takes, roughly: the operations and bytes of each stage over a CPU's rates, where the engine runs."""
 
 from dataclasses import dataclass
 
 from qspec.numerics.roofline import PassCost
-from qspec.schema.devices import DeviceSheet
+from qspec.schema.devices import read_device
 from qspec.schema.recipe import MMLU_PRO_SUBJECTS, NgramDraft, QuantSpec, Recipe, TaskSpec
 
-EFFICIENCY = 0.4
-"""Share of a data-sheet rate that eager passes reach (assumed)."""
 TOKEN_OVERHEAD = 0.005
 """Seconds per decoded token outside matmuls (an eager torch loop spends 3.5 to 5.4 ms)."""
 DISK = 1e9
@@ -38,9 +36,9 @@ class HalfCost:
     calibrated: bool
 
 
-def steps(recipe: Recipe, sheet: DeviceSheet, halves: list[HalfCost]) -> list[Step]:
+def steps(recipe: Recipe, halves: list[HalfCost]) -> list[Step]:
     """Estimate by stage; `halves` are the target and, if it has weights to quantize, the draft."""
-    rate, bandwidth = speeds(sheet)
+    rate, bandwidth = speeds()
     moved = sum(half.cost.weight_bytes for half in halves)
     found = [Step("load", "read the weights", moved / DISK), *_quantization(recipe, halves, rate, bandwidth)]
     if recipe.evaluation.fidelity is not None:
@@ -48,23 +46,20 @@ def steps(recipe: Recipe, sheet: DeviceSheet, halves: list[HalfCost]) -> list[St
         ops = halves[0].cost.ops + sum(half.cost.ops for half in halves)
         found.append(Step("fidelity", f"{tokens:,} held-out tokens", tokens * ops / rate))
     found += [_task_step(task, halves[0].cost, rate, bandwidth) for task in recipe.evaluation.tasks]
-    return [*found, _bench_step(recipe, halves[0].cost, rate, bandwidth)]
+    return [*found, _bench_step(recipe, halves[0].cost, rate, bandwidth)] if recipe.device == "cpu" else found
 
 
-def speeds(sheet: DeviceSheet) -> tuple[float, float]:
+def speeds() -> tuple[float, float]:
     """Operations/s and bytes/s that the estimate uses."""
-    rate = sheet.bf16_tflops * EFFICIENCY if sheet.bf16_tflops else sheet.estimate_tflops or 1
-    return rate * 1e12, (sheet.bandwidth_tb_s or sheet.estimate_tb_s or 1) * 1e12
+    sheet = read_device("cpu")
+    return (sheet.estimate_tflops or 1) * 1e12, (sheet.estimate_tb_s or 1) * 1e12
 
 
-def basis(sheet: DeviceSheet) -> str:
+def basis(recipe: Recipe) -> str:
     """One sentence on where the seconds come from."""
-    if sheet.bf16_tflops:
-        return (
-            f"operations and bytes over the data sheet's rates at {EFFICIENCY:.0%}, answers of {ANSWER_TOKENS} tokens"
-        )
-    rate, bandwidth = speeds(sheet)
-    return f"assumed {rate / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.0f} GB/s (two server cores), not measured here"
+    rate, bandwidth = speeds()
+    text = f"assumed {rate / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.0f} GB/s (two server cores), not measured here"
+    return text if recipe.device == "cpu" else f"{text}; the engine computes on the CPU whatever the device"
 
 
 def _quantization(recipe: Recipe, halves: list[HalfCost], rate: float, bandwidth: float) -> list[Step]:

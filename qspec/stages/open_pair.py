@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from qspec.bridges import compressed
-from qspec.errors import IntegrityError, SourceError
+from qspec.bridges.text import prompt_tokens
+from qspec.errors import IntegrityError
 from qspec.nn.decoder import Decoder
 from qspec.ops.select import Kernels
-from qspec.records import ArchMap, QuantizedModel, Tokenizer
+from qspec.records import ArchMap, QuantizedModel
 from qspec.schema.manifest import NAME, Manifest
 from qspec.schema.problems import validate
 from qspec.schema.recipe import Dtype, NgramDraft, Recipe
@@ -80,7 +81,7 @@ class LoadedPair:
             self.target,
             self.drafter if speculative else None,
             self.policy,
-            prompt_tokens(self.model.tokenizer, prompt),
+            prompt_tokens(self.model.tokenizer, prompt)[0],
             max_new_tokens,
             sampling,
             self.model.arch.eos_ids,
@@ -126,14 +127,6 @@ def open_pair(folder: str | Path, kernels: Kernels = "auto") -> LoadedPair:
         _drafter(recipe, target.arch, draft, length, options),
         draft_length.build(lengths.policy, lengths.k, lengths.max_k),
     )
-
-
-def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """A request as it is served: through the chat template, or as plain text where the model has none."""
-    try:
-        return tokenizer.chat([{"role": "user", "content": prompt}])
-    except SourceError:
-        return tokenizer.encode(prompt)
 
 
 def compute_dtype(name: Dtype) -> torch.dtype:

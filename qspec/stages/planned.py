@@ -55,6 +55,12 @@ class PlannedPair:
     own_rows: int
 
     @property
+    def calibrates(self) -> bool:
+        """Whether any half must see calibration text."""
+        halves = [half for half in (self.target, self.draft) if half is not None]
+        return any(needs_statistics(half.schemes, half.plan, half.spec) for half in halves)
+
+    @property
     def drafting(self) -> Footprint | None:
         """Bytes of whatever drafts; None for n-grams."""
         return self.draft.bytes if self.draft is not None else self.head
@@ -112,7 +118,7 @@ class PlannedPair:
         """Stages of the job with their estimated seconds."""
         halves = [half for half in (self.target, self.draft) if half is not None]
         costs = [HalfCost(h.plain.cost, h.spec, bool(needs_statistics(h.schemes, h.plan, h.spec))) for h in halves]
-        return steps(self.recipe, self.sheet, costs)
+        return steps(self.recipe, costs)
 
 
 def resolve(recipe: Recipe) -> PlannedPair:

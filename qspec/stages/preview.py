@@ -166,7 +166,7 @@ def _quantization_gain(pair: PlannedPair) -> float:
 def _time(pair: PlannedPair) -> dict[str, Any]:
     found = pair.steps
     return {
-        "basis": basis(pair.sheet),
+        "basis": basis(pair.recipe),
         "stages": [asdict(step) for step in found],
         "minutes": sum(step.seconds for step in found) / 60,
     }

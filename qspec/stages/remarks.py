@@ -15,6 +15,9 @@ def remarks(pair: PlannedPair) -> Iterator[Finding]:
         yield from device_findings(pair.sheet, pair.draft.schemes, pair.draft.plan.kv, pair.dtype, pair.draft.arch)
         yield from _draft_findings(pair, pair.draft)
     yield from pair_findings(pair.sheet, pair.recipe)
+    if pair.sheet.capability is not None:
+        rule = "`run` computes on the CPU: it makes and checks the pair for this device, and measures no speed"
+        yield Finding("note", f"device {pair.sheet.name}", rule, "measure there with the serving engine")
     yield from _memory_findings(pair)
     yield from _budget_findings(pair)
     yield from _speed_findings(pair)

@@ -14,6 +14,7 @@ from qspec.schema.recipe import KVSpec, QuantSpec
 from qspec.stages.build_plan import build_plan
 from qspec.stages.calibrate import calibrate
 from qspec.stages.quantize import quantize
+from qspec.stages.transform import truncate_layers
 from tests.tiny import KINDS, VOCAB_SIZE, tiny_model
 
 TOKENS = torch.randint(5, VOCAB_SIZE, (48,), generator=torch.Generator().manual_seed(1))
@@ -107,6 +108,21 @@ def test_observer_sees_every_linear_input(llama: LoadedModel) -> None:
         shared = name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
         assert seen[shared] == (len(TOKENS), arch.linear_shape(name)[1])
     assert seen["model.layers.1.self_attn.k"] == (arch.n_kv_heads, len(TOKENS), arch.head_dim)
+
+
+def test_layers_alone_equal_transformers(tmp_path: Path) -> None:
+    """Catches hidden states with the last norm applied, without the embedding's factor, or of another position."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model("gemma", tmp_path)
+    served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        embedded_TK, want_TK = served(TOKENS[None], output_hidden_states=True).hidden_states[:2]
+    decoder = Decoder.from_float(truncate_layers(load_folder(folder), 1))
+    pieces = [decoder.run_layers(part) for part in embedded_TK[0].split([20, 28])]
+    # float32, one layer: only the order of summation differs
+    torch.testing.assert_close(torch.cat(pieces), want_TK[0], rtol=1e-4, atol=1e-4)
+    assert decoder.length == len(TOKENS)
 
 
 def test_quantized_rows_are_computed_as_if_alone(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_absmax_puts_one_code_per_scale_at_the_end():
 
 def test_beyond_share_counts_by_head():
     """Would catch a limit that is broadcast over tokens instead of heads."""
-    x_HTD = torch.tensor([[[1.0, -3.0]], [[3.0, -5.0]]])
-    assert beyond_share(x_HTD, torch.tensor([2.0, 4.0])) == 0.5
-    assert beyond_share(x_HTD, torch.tensor([4.0])) == 0.25
-    assert beyond_share(x_HTD, torch.tensor([5.0])) == 0.0
+    x_HTD = torch.tensor([[[1.0, -3.0]], [[5.0, -7.0]]])
+    assert beyond_share(x_HTD, torch.tensor([2.0, 100.0])) == 0.25
+    assert beyond_share(x_HTD, torch.tensor([4.0])) == 0.5
+    assert beyond_share(x_HTD, torch.tensor([7.0])) == 0.0

@@ -82,7 +82,8 @@ def test_every_device_name_has_a_data_sheet():
         ("target.quantization.smoothing.strength=abc", ["smoothing.strength 'abc'", "'auto' or a number"]),
         ("target.quantization.kv={format: int8}", ["target.quantization.kv", "token_head"]),
         ("target.quantization.kv.format=fp8_e5m2", ["'fp8_e5m2'", "fp8_e4m3"]),
-        ("target.quantization.method=gptq", ["rounds to nearest", "engine: llmcompressor"]),
+        ("target.quantization.method=awq", ["methods rtn and gptq", "for awq set engine: llmcompressor"]),
+        ("target.quantization.method=smoothquant+gptq", ["methods rtn and gptq", "set smoothing and method: gptq"]),
         ("target.quantization={engine: llmcompressor, smoothing: {}}", ["method: smoothquant+gptq"]),
         ("target.quantization={engine: llmcompressor, scheme: none}", ["leaves llmcompressor nothing"]),
         ("target.quantization={engine: llmcompressor, method: awq}", ["4-bit", "scheme: W4A16"]),
@@ -147,7 +148,7 @@ unit = st.floats(0, 1, exclude_min=True)
 quantizations = st.builds(
     QuantSpec,
     engine=st.just("qspec"),
-    method=st.just("rtn"),
+    method=st.sampled_from(("rtn", "gptq")),
     scheme=st.sampled_from(["W8A8", "FP8", "FP8_BLOCK", "W4A16", "none"]),
     group_size=st.integers(1, 4096),
     clip=st.builds(ClipSpec, percentile=st.floats(51, 100)),

@@ -128,6 +128,7 @@ def test_a_plan_that_the_device_cannot_run_is_refused(device: str, scheme: str, 
         ({"kv": KVSpec(format="int8", granularity="token_head")}, []),
         ({"smoothing": SmoothingSpec()}, ["smoothing"]),
         ({"engine": "llmcompressor", "method": "gptq"}, ["gptq"]),
+        ({"method": "gptq", "smoothing": SmoothingSpec()}, ["smoothing", "gptq"]),
     ],
 )
 def test_calibration_happens_when_something_needs_it(fields: dict, reasons: list[str]):

@@ -214,6 +214,7 @@ def test_kv_scales_and_what_they_stand_for(pair: Path):
     for layer in half.kv.keys:
         assert layer.scale == tuple(stored.k_scale[layer.name].tolist())
         assert layer.amax == (448 * layer.scale[0],)
+    assert {x.name: x.scale for x in half.kv.values} == {n: tuple(s.tolist()) for n, s in stored.v_scale.items()}
     assert "measured on calibration text" in report_text.render(document(pair_view(pair)))
 
 
@@ -334,6 +335,18 @@ def test_the_spread_over_layers(deep: ModelView):
     assert list(cells) == ["largest\nmin", "\nmedian", "\nmax"]
     # Cells have three digits.
     assert [float(cell) for cell in cells.values()] == pytest.approx([amax[0], amax[4], amax[8]], rel=5e-3)
+
+
+def test_the_spread_of_scales(pair: Path):
+    """Would catch a line that shows one layer's scales for all: least and greatest are over every layer."""
+    view = pair_view(pair)
+    found = [x.scale for x in view.halves[0].layers if x.name.endswith("q_proj") and x.scale]
+    row = tables(document(view))[0].rows[0]
+    assert row[:2] == ("q_proj", "2")
+    ends = [min(s.min for s in found), sum(s.median for s in found) / 2, max(s.max for s in found)]
+    # Cells have three digits.
+    assert [float(cell) for cell in row[5:8]] == pytest.approx(ends, rel=5e-3)
+    assert row[-1] == "8.70 kB"  # 2 x (64 x 64 codes + 64 float32 scales)
 
 
 def test_the_page_has_charts_and_every_layer_folded(deep: ModelView, pair: Path):

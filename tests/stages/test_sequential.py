@@ -61,7 +61,12 @@ def test_layers_are_fitted_to_their_quantized_predecessors(
     """Catches moments of the float model, of held-out rows, of activations before rounding, or of another layer."""
     seen: list[Tensor] = []
     monkeypatch.setattr(sequential, "DAMPINGS", (0.1,))
-    monkeypatch.setattr(gptq, "factor", lambda h, damping: seen.append(h) or factor(h, damping))
+
+    def watch(hessian_KK: Tensor, damping: float) -> gptq.Factor | None:
+        seen.append(hessian_KK)
+        return factor(hessian_KK, damping)
+
+    monkeypatch.setattr(gptq, "factor", watch)
     plan = build_plan(spec.model_copy(update={"kv": kv}))
     quant = refine(model, quantize(model, None, plan), ROWS)
     inputs = [f"model.layers.{i}.{part}" for i in range(2) for part in READERS]
@@ -119,7 +124,7 @@ def test_matrices_that_misbehave_are_noted(model: LoadedModel, monkeypatch: pyte
     assert quant.notes[0].startswith("GPTQ: 0 of 14 layers")
     assert "no factor of the second moments: model.layers.0.self_attn.q_proj, " in quant.notes[1]
     assert quant.notes[1].endswith(" and 6 more.")
-    monkeypatch.setattr(gptq, "factor", lambda h, damping: replace(factor(h, damping), damping=10 * damping))
+    monkeypatch.setattr(gptq, "factor", lambda h, damping: factor(h, 10 * damping))
     assert any(note.startswith("GPTQ, damping raised: ") for note in refine(model, rounded, ROWS).notes)
 
 
@@ -162,12 +167,14 @@ def test_text_is_needed(model: LoadedModel, rows: list[list[int]]) -> None:
 
 def test_the_whole_model_gains(model: LoadedModel) -> None:
     """Catches feedback that lowers the error of each layer and raises that of the model."""
-    text = torch.tensor(JUDGED[0]).flip(0)  # the same tokens in another order: text that no layer has seen
-    exact = Decoder.from_float(model, max_length=96).forward(text)
-    rounded = quantize(model, None, build_plan(W4))
+    name, generator = "model.embed_tokens.weight", torch.Generator().manual_seed(4)
+    low_rank = torch.randn(VOCAB_SIZE, 12, generator=generator) @ torch.randn(12, 64, generator=generator)
+    correlated = replace(model, tensors={**model.tensors, name: low_rank})  # as the inputs of trained models are
+    text = torch.randint(5, VOCAB_SIZE, (256,), generator=generator)
+    exact = Decoder.from_float(correlated).forward(text)
+    rounded = quantize(correlated, None, build_plan(W4))
     losses = [
-        float(kl_divergence(exact, Decoder.from_quantized(q, max_length=96).forward(text)).mean())
-        for q in (rounded, refine(model, rounded, ROWS))
+        float(kl_divergence(exact, Decoder.from_quantized(q).forward(text)).mean())
+        for q in (rounded, refine(correlated, rounded, ROWS))
     ]
-    print(losses)
-    assert losses[1] < losses[0]
+    assert losses[1] < 0.8 * losses[0]
