@@ -8,6 +8,7 @@ import torch
 
 import qspec
 from qspec import pipeline
+from qspec.bridges import compressed
 from qspec.errors import OutputError, PairError, QspecError, SourceError
 from qspec.nn.decoder import Decoder
 from qspec.progress import Progress
@@ -15,7 +16,7 @@ from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
 from tests.jobs import INT4, INT8, NGRAM_DRAFT, SELF_DRAFT, job
 from tests.served import IDS, logits, transformers_model
-from tests.tiny import tiny_model
+from tests.tiny import TEXT, tiny_model
 
 QUIET = Progress(quiet=True)
 
@@ -169,6 +170,25 @@ def test_quantize_writes_one_checkpoint(model: Path, tmp_path: Path) -> None:
     assert len(made.linears) == 14
     with pytest.raises(OutputError, match="exists already"):
         qspec.quantize(str(model), tmp_path / "alone", scheme="FP8_DYNAMIC")
+
+
+def test_error_feedback_reaches_the_checkpoint_and_the_notes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches `method: gptq` that rounds to nearest after all, or measures ranges that nothing reads."""
+    (tmp_path / "text.txt").write_text("\n\n".join([TEXT] * 12), encoding="utf-8")
+    calibration = {"data": [{"name": str(tmp_path / "text.txt")}], "samples": 4, "length": 64}
+    monkeypatch.setattr(pipeline, "calibrate", lambda *_: pytest.fail("W4A16 without smoothing needs no ranges"))
+    fields: dict[str, Any] = {"scheme": "W4A16", "group_size": 32, "calibration": calibration}
+    plain = qspec.quantize(str(model), tmp_path / "plain", **fields)
+    fed = qspec.quantize(str(model), tmp_path / "fed", method="gptq", **fields)
+    assert plain.notes == ()
+    assert fed.notes[0].startswith("GPTQ: ")
+    name = "model.layers.1.mlp.down_proj"
+    assert torch.equal(fed.linears[name].weight.scale, plain.linears[name].weight.scale)
+    written = compressed.read(tmp_path / "fed").linears[name].weight.codes
+    assert torch.equal(written, fed.linears[name].weight.codes)
+    assert not torch.equal(written, plain.linears[name].weight.codes)
 
 
 def test_recipe_reads_back_from_the_output_folder(model: Path, tmp_path: Path) -> None:

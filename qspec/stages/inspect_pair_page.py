@@ -27,8 +27,8 @@ def _half(half: HalfView) -> list[Block]:
 def _formats_table(half: HalfView) -> Table:
     rows = [_formats_row(layers) for layers in by_key(half.layers, lambda x: (part(x), *_formats(x))).values()]
     caption = (
-        "Scales over all layers of a kind; saturated: codes at the ends of the range. With absmax that is one per "
-        "scale, more was clipped"
+        "Scales over all layers of a kind; saturated: codes at the ends of the range. With absmax that is about one "
+        "per scale; more was clipped"
     )
     formats = ("scheme", "weights, scale per", "inputs, scale per")
     columns = ("", "layers", *formats, *heads("weight scale"), "saturated, %\nmedian", "\nmax", "bytes")
@@ -71,6 +71,8 @@ def _kv_blocks(kv: KVCacheView | None) -> list[Block]:
         return [Paragraph("KV cache: not quantized.")]
     text = f"KV cache: {kv.format}, {ORIGINS[kv.origin]}."
     note: Block = Finding("bad", text) if kv.origin == "never calibrated" else Paragraph(text)
+    if kv.origin == "at run time" and not _was_seen(kv):
+        return [note]
     sides = {"k_scale": kv.keys, "v_scale": kv.values}
     rows = tuple(_kv_row(name, kv, layers) for name, layers in sides.items())
     columns = ["", "layers", "scale per", *heads("scale"), *heads("stands for")]
@@ -114,13 +116,12 @@ def charts(view: PairView) -> list[Block]:
     blocks: list[Block] = []
     for half in view.halves:
         kinds = by_key(half.layers, part)
-        stored = tuple(
-            Bar(kind, float(total), size(total))
-            for kind, total in ((k, sum(x.bytes for x in v)) for k, v in kinds.items())
-        )
-        blocks += [Heading(f"{half.name}: charts"), Bars("Bytes by kind of layer", stored)]
-        saturated = {k: [100 * x.saturated for x in v if x.saturated is not None] for k, v in kinds.items()}
-        blocks.append(chart("Saturated codes, % (median; line: all layers)", {k: v for k, v in saturated.items() if v}))
+        stored = {kind: sum(x.bytes for x in layers) for kind, layers in kinds.items()}
+        bars = tuple(Bar(kind, float(total), size(total)) for kind, total in stored.items())
+        blocks += [Heading(f"{half.name}: charts"), Bars("Bytes by kind of layer", bars)]
+        shares = {k: [100 * x.saturated for x in v if x.saturated is not None] for k, v in kinds.items()}
+        saturated = {kind: found for kind, found in shares.items() if found}
+        blocks.append(chart("Saturated codes, % (median; line: all layers)", saturated))
         if half.kv is not None and half.kv.origin != "at run time":
             blocks.append(by_layer("Largest key that a layer's scale can hold", [x.amax for x in half.kv.keys]))
             blocks.append(by_layer("Largest value that a layer's scale can hold", [x.amax for x in half.kv.values]))

@@ -20,13 +20,17 @@ from qspec.plan import KVScheme
 from qspec.progress import Progress
 from qspec.records import QuantizedModel
 from qspec.schema.manifest import NAME
+from qspec.schema.recipe import QuantSpec
 from qspec.stages import report_html, report_markdown, report_text
+from qspec.stages.build_plan import build_plan
 from qspec.stages.document import Bars, Details, Document, Finding, Table
 from qspec.stages.inspect import as_data, inspect
 from qspec.stages.inspect_document import document
 from qspec.stages.inspect_model import ModelView, fitting_group, view_model
 from qspec.stages.inspect_pair import HalfView, PairView, view_half
 from qspec.stages.package import package
+from qspec.stages.quantize import quantize
+from tests.observed import load, observe
 from tests.stages.pairs import halves, recipe
 from tests.tiny import TEXT, tiny_model
 
@@ -203,6 +207,22 @@ def test_a_pair_shows_what_its_files_hold(pair: Path):
     # Absmax: one code per scale at the end of the range, and a neighbour now and then.
     assert all(1 / 128 <= (x.saturated or 0) < 0.05 for x in target.layers[:-1])
     assert all(1 / 32 <= (x.saturated or 0) < 0.12 for x in draft.layers[:-1])
+
+
+def test_static_input_scales_are_shown(tmp_path: Path):
+    """Would catch FP8 without its input scales, the ones that calibration decides."""
+    folder = tiny_model("llama", tmp_path)
+    spec = QuantSpec.model_validate({"scheme": "FP8", "kv": {"format": "fp8_e4m3", "granularity": "head"}})
+    model = quantize(load(folder), observe(folder), build_plan(spec))
+    half = view_half(model, "target", QUIET)
+    expected = [float(linear.input_scale) for linear in model.linears.values() if linear.input_scale is not None]
+    assert [x.input_scale for x in half.layers[:-1]] == expected
+    assert half.kv is not None
+    assert [len(x.scale) for x in half.kv.keys] == [2, 2]
+    page = document(PairView("p", None, (half,), None), layers=True)
+    (inputs,) = [table for table in tables(page) if table.caption == "Stored scales of layer inputs"]
+    assert [row[0] for row in inputs.rows] == [row[0] for row in tables(page)[0].rows][:7]
+    assert "input scale" in next(table for table in tables(page) if "linear layers" in table.caption).columns
 
 
 def test_kv_scales_and_what_they_stand_for(pair: Path):
