@@ -1,7 +1,9 @@
 """The command line: verb to function. Bad input is one line on stderr and exit status 2."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 import json
+import os
 from pathlib import Path
 import sys
 from typing import TYPE_CHECKING, Annotated, cast
@@ -58,8 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 done, 2 refused (one line on stderr), 130 interrupted."""
     try:
         status = app(args=argv, prog_name="qspec", standalone_mode=False) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except QspecError as e:
         return _fail(str(e), 2)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        _drop_output()
+        return 0
+    except OSError as e:
+        _drop_output()
+        fix = "check the path, its permissions and the room on its disk"
+        return _fail(f"{e.filename or 'standard output'}: {e.strerror or e}; {fix}", 2)
     except _USAGE_ERROR as e:
         return _fail(f"{e.format_message().rstrip('.')}; see qspec --help", 2)
     except (KeyboardInterrupt, typer.Abort):
@@ -67,6 +78,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if status == INTERRUPTED:  # typer may have caught the interrupt itself
         return _fail("interrupted; `qspec run … --resume` continues a run", status)
     return int(status)
+
+
+def _drop_output() -> None:
+    """Send what standard output still holds nowhere: a full disk or a closed pipe would complain again at exit."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _read_prompt(prompt: str) -> str:
+    """The prompt, or standard input for `-`; refused unless it is text."""
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as e:
+        raise RecipeError("prompt", f"is not UTF-8 text ({getattr(e, 'reason', e)})", "give text") from None
+    return text
 
 
 def _print_version(wanted: bool) -> None:
@@ -132,7 +159,7 @@ def generate(
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the pair's.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="0 is off. Default: the pair's.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="1 is off. Default: the pair's.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random numbers that sampling uses.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random numbers that sampling uses.")] = 0,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding, for comparison.")] = False,
 ) -> None:
     """Answer a prompt with a pair.
@@ -141,8 +168,9 @@ def generate(
     """
     if top_p == 0:
         raise RecipeError("--top-p 0", "keeps no token", "give more than 0, or 1 to switch it off")
+    text = _read_prompt(prompt)
     answer = qspec.load_pair(pair).generate(
-        sys.stdin.read() if prompt == "-" else prompt,
+        text,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,

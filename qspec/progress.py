@@ -71,4 +71,7 @@ def setup_log(file: str | Path) -> None:
 
 
 class _RunLog(logging.FileHandler):
-    """The one handler that `setup_log` owns."""
+    """The one handler that `setup_log` owns. A full disk ends the run where results are written, not here."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Keep quiet; the base class prints a traceback for every line that it cannot write."""

@@ -68,7 +68,7 @@ def require_space(path: str | Path, size: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < size:
-        rule = f"needs {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        rule = f"needs {size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
         raise OutputError(str(path), rule, "free some space or choose an output folder on another disk")
 
 

@@ -191,6 +191,20 @@ def test_error_feedback_reaches_the_checkpoint_and_the_notes(
     assert not torch.equal(written, plain.linears[name].weight.codes)
 
 
+def test_gptq_is_what_the_recipe_gets(model: Path, tmp_path: Path) -> None:
+    """Catches a method that a recipe may ask for and the job leaves out."""
+    text = {"data": [{"name": str(tmp_path / "calibration.txt")}], "samples": 4, "length": 32}
+    job(tmp_path, model)  # writes the text
+    made = {
+        method: qspec.quantize(str(model), tmp_path / method, calibration=text, method=method, **INT4)
+        for method in ("rtn", "gptq")
+    }
+    pairs = [(made["rtn"].linears[name].weight, made["gptq"].linears[name].weight) for name in made["rtn"].linears]
+    assert all(torch.equal(rounded.scale, fed_back.scale) for rounded, fed_back in pairs)
+    assert any(not torch.equal(rounded.codes, fed_back.codes) for rounded, fed_back in pairs)
+    assert any("GPTQ" in note for note in made["gptq"].notes)
+
+
 def test_recipe_reads_back_from_the_output_folder(model: Path, tmp_path: Path) -> None:
     """Catches an output folder that cannot say how it was made."""
     recipe = job(tmp_path, model, NGRAM_DRAFT)

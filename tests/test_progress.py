@@ -83,3 +83,15 @@ def test_second_log_takes_over_and_an_older_one_is_kept(run_log, tmp_path):
     log.info("three")
     assert [line.rsplit(" ", 1)[1] for line in run_log.read_text().splitlines()] == ["one", "three"]
     assert Path(tmp_path / "other" / "run.log").read_text().endswith("two\n")
+
+
+def test_a_log_on_a_full_disk_keeps_quiet(run_log, capsys):
+    """Would catch a traceback on stderr for every line that a full disk does not take."""
+    (handler,) = [
+        h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler) and h.baseFilename == str(run_log)
+    ]
+    with open("/dev/full", "w") as full:
+        handler.setStream(full)
+        Progress(quiet=True).say("x" * 100_000)
+        handler.stream = None
+    assert capsys.readouterr().err == ""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qspec.bridges import hf, quant_config, sidecar
+from qspec.bridges.layout import require_tensors
 from qspec.bridges.tensors import SINGLE, read_tensors, write_tensors
 from qspec.errors import OutputError, RecipeError, SourceError
 from qspec.numerics.affine import QTensor, quantize_matrix
@@ -44,7 +45,21 @@ def write_float(model: LoadedModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def read(folder: Path) -> QuantizedModel:
-    """Read a checkpoint folder: qspec's own, llm-compressor's, or a plain one. Raises `SourceError`."""
+    """Read a checkpoint folder: qspec's own, llm-compressor's, or a plain one. Raises `SourceError`.
+
+    Every tensor that the configuration promises is there, in its shape.
+    """
+    try:
+        model = _read(folder)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # malformed metadata
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        rule = f"its configuration and tensors do not describe a checkpoint ({what})"
+        raise SourceError(str(folder), rule, "quantize the model again, or fetch an intact copy") from error
+    require_tensors(str(folder), model.arch, _shapes(model))
+    return model
+
+
+def _read(folder: Path) -> QuantizedModel:
     config = hf.read_config(folder)
     quantization = config.pop("quantization_config", None)
     arch = hf.arch_from_config(config)
@@ -71,6 +86,16 @@ def read(folder: Path) -> QuantizedModel:
         sidecar.fusion(body),
         tuple(body.get("notes", ())),
     )
+
+
+def _shapes(model: QuantizedModel) -> dict[str, tuple[int, ...]]:
+    """Shapes by the names of the float model."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.tensors.items()}
+    for layer, linear in model.linears.items():
+        shapes[f"{layer}.weight"] = tuple(linear.weight.shape)
+        if linear.bias is not None:
+            shapes[f"{layer}.bias"] = tuple(linear.bias.shape)
+    return shapes
 
 
 def quantization_config(model: QuantizedModel) -> dict[str, Any] | None:

@@ -91,21 +91,29 @@ def tokenizer_from_gguf(file: GGUFFile) -> HFTokenizer:
     if data.get("model") != "gpt2" or splitter not in SPLITTERS:
         rule = "is not supported from a GGUF file, only byte-level BPE split as " + ", ".join(SPLITTERS)
         raise SourceError(f"{file.path}: tokenizer {data.get('model')!r} / {data.get('pre')!r}", rule, _USE_FOLDER)
+    try:
+        return build_tokenizer(_byte_bpe(file, data, splitter))
+    except SourceError:
+        raise
+    except Exception as error:  # from IndexError to the Rust parser's own type
+        rule = f"cannot be built ({' '.join(str(error).split())[:120]})"
+        raise SourceError(f"{file.path}: tokenizer", rule, "download it again") from error
+
+
+def _byte_bpe(file: GGUFFile, data: Mapping[str, Any], splitter: str) -> ByteBPE:
     first, _, second = zip(*(merge.partition(" ") for merge in _need(file, "tokenizer.ggml.merges")), strict=True)
     types = _need(file, "tokenizer.ggml.token_type")
-    return build_tokenizer(
-        ByteBPE(
-            tokens=_need(file, "tokenizer.ggml.tokens"),
-            merges=list(zip(first, second, strict=True)),
-            special_ids=[i for i, kind in enumerate(types) if kind == _SPECIAL],
-            splitter=splitter,
-            bos_id=data.get("bos_token_id"),
-            eos_id=data.get("eos_token_id"),
-            pad_id=data.get("padding_token_id"),
-            add_bos=bool(data.get("add_bos_token", False)),
-            chat_template=file.metadata.get("tokenizer.chat_template"),
-            max_length=file.metadata.get(f"{file.metadata['general.architecture']}.context_length"),
-        )
+    return ByteBPE(
+        tokens=_need(file, "tokenizer.ggml.tokens"),
+        merges=list(zip(first, second, strict=True)),
+        special_ids=[i for i, kind in enumerate(types) if kind == _SPECIAL],
+        splitter=splitter,
+        bos_id=data.get("bos_token_id"),
+        eos_id=data.get("eos_token_id"),
+        pad_id=data.get("padding_token_id"),
+        add_bos=bool(data.get("add_bos_token", False)),
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        max_length=file.metadata.get(f"{file.metadata['general.architecture']}.context_length"),
     )
 
 

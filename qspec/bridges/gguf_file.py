@@ -41,7 +41,7 @@ class GGUFFile:
             with open(self.path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._parse()
-        except (OSError, ValueError, struct.error) as error:
+        except (ArithmeticError, MemoryError, OSError, RecursionError, TypeError, ValueError, struct.error) as error:
             raise SourceError(str(path), f"is not a readable GGUF file ({error})", "download it again") from error
 
     def read(self, name: str, size: int) -> memoryview:

@@ -13,9 +13,9 @@ from pathlib import Path
 import tempfile
 from typing import Any
 
-from qspec.bridges.harness_engine import CHAT, Cuts, Engine
+from qspec.bridges.harness_engine import CHAT, Cuts, Engine, require_room
 from qspec.bridges.text import local_files
-from qspec.errors import RecipeError
+from qspec.errors import RecipeError, SourceError
 from qspec.eval_files import eval_dir
 from qspec.nn.lm import LM
 from qspec.progress import Progress
@@ -48,6 +48,25 @@ class Scores:
     metric: str
     samples: list[Sample]
     condition: dict[str, Scalar]
+
+
+def require(task: TaskSpec, context: int) -> None:
+    """Load a task's definition and rows, so that one that cannot run in `context` tokens is refused before compute."""
+    with _tasks(task) as (names, manager):
+        try:
+            found = list(manager.load(names)["tasks"].values())
+        except (OSError, ValueError, RuntimeError) as error:
+            rule = f"cannot be loaded ({' '.join(str(error).split())[:120]})"
+            fix = "go online, set QSPEC_DATA to a folder that holds its rows, or remove the task"
+            raise SourceError(f"task {task.name!r}", rule, fix) from error
+    for item in found:
+        if item.OUTPUT_TYPE == "generate_until":
+            require_room(task.max_gen_toks or _stated_length(item.config.generation_kwargs), context)
+
+
+def _stated_length(options: Mapping[str, Any] | None) -> int:
+    options = options or {}
+    return int(options.get("max_gen_toks") or options.get("max_new_tokens") or DEFAULT_GEN_TOKS)
 
 
 def evaluate(lm: LM, tokenizer: Tokenizer, task: TaskSpec, eos_ids: Collection[int], progress: Progress) -> Scores:
@@ -208,8 +227,7 @@ def _engine_model(engine: Engine, progress: Progress) -> Any:
             stops = [until] if isinstance(until, str) else list(until)
             if options.get("do_sample") and float(options.get("temperature", 1.0)) > 0:
                 raise RecipeError("do_sample", "tasks are answered greedily", "use a task with do_sample: false")
-            limit = int(options.get("max_gen_toks") or options.get("max_new_tokens") or DEFAULT_GEN_TOKS)
-            return engine.answer(context, hash_string(context), stops, limit)
+            return engine.answer(context, hash_string(context), stops, _stated_length(options))
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return CHAT + json.dumps(chat_history, ensure_ascii=False)

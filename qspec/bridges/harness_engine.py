@@ -73,10 +73,7 @@ class Engine:
 
     def answer(self, context: str, key: str, stops: Sequence[str], max_tokens: int) -> str:
         """Greedy continuation up to a stop string, a stop token or `max_tokens`; `key` names it in `cuts`."""
-        room = self.lm.max_length - max_tokens
-        if room < 1:
-            rule = f"leave no room for a prompt in a context of {self.lm.max_length} tokens"
-            raise RecipeError(f"answers of {max_tokens} tokens", rule, "set max_gen_toks of the task lower")
+        room = require_room(max_tokens, self.lm.max_length)
         prompt = self.encode(context)
         if len(prompt) > room:
             self.cuts.prompts.add(key)
@@ -112,6 +109,14 @@ class Engine:
         ids = {stop: self.tokenizer.encode(stop, special=False) for stop in stops if stop}
         special = {stop for stop, tokens in ids.items() if len(tokens) == 1 and not self.tokenizer.decode(tokens)}
         return [stop for stop in ids if stop not in special], {ids[stop][0] for stop in special} | self.eos_ids
+
+
+def require_room(max_tokens: int, context: int) -> int:
+    """Tokens that an answer leaves for its prompt; raises `RecipeError` if none."""
+    if context - max_tokens < 1:
+        rule = f"leave no room for a prompt in a context of {context} tokens"
+        raise RecipeError(f"answers of {max_tokens} tokens", rule, "set max_gen_toks of the task lower")
+    return context - max_tokens
 
 
 class _StopFound(Exception):

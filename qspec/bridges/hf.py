@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 
 from qspec.bridges.layout import select_tensors
-from qspec.bridges.support import USE_SUPPORTED, quantization_method, supported_type
+from qspec.bridges.support import FIX_CONFIG, USE_SUPPORTED, quantization_method, require_sizes, supported_type
 from qspec.bridges.tensors import read_tensors, weights_sha256
-from qspec.errors import SourceError
+from qspec.errors import OutputError, SourceError
 from qspec.records import ArchMap, LoadedModel
 
 SPLITTERS = ("smollm", "gpt-2", "qwen2")
@@ -23,21 +23,28 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_FIX_CONFIG = "correct config.json, or download the model again"
 _FIX_TOKENIZER = "save it again with a current transformers (`tokenizer.save_pretrained`)"
 
 
 def arch_from_config(config: Mapping[str, Any]) -> ArchMap:
     """Shape and switches of a model from its `config.json`; transformers' own defaults for what it omits.
 
-    Raises `SourceError` naming the model type and what is missing for it.
+    Raises `SourceError` naming the model type and what is missing for it, or the field that makes no sense.
     """
     kind = supported_type(config)
-    typed = _typed_config(kind, config)
+    try:
+        arch = _arch(kind, _typed_config(kind, config))
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # a field of a type that it cannot have
+        raise SourceError("config.json", f"is not a valid {kind} config ({_one_line(error)})", FIX_CONFIG) from error
+    require_sizes(arch)
+    return arch
+
+
+def _arch(kind: str, typed: Any) -> ArchMap:
     heads, hidden = int(typed.num_attention_heads), int(typed.hidden_size)
     kv_heads = int(getattr(typed, "num_key_value_heads", None) or heads)
-    if heads % kv_heads:
-        raise SourceError(f"{heads} heads, {kv_heads} KV heads", "heads must be a multiple of KV heads", _FIX_CONFIG)
+    if kv_heads < 1 or heads % kv_heads:
+        raise SourceError(f"{heads} heads, {kv_heads} KV heads", "heads must be a multiple of KV heads", FIX_CONFIG)
     inv_freq, rope_factor = _rope(kind, typed)
     bias = bool(getattr(typed, "attention_bias", False))
     return ArchMap(
@@ -121,7 +128,21 @@ def load_tokenizer(folder: str | Path) -> "HFTokenizer":
         raise SourceError(str(path), f"has an unreadable tokenizer ({_one_line(error)})", _FIX_TOKENIZER) from error
     if getattr(inner, "backend_tokenizer", None) is None:
         raise SourceError(str(path), "has a tokenizer without a tokenizer.json form", _FIX_TOKENIZER)
-    return HFTokenizer(inner)
+    return _serving(HFTokenizer(inner), str(path))
+
+
+def _serving(tokenizer: "HFTokenizer", where: str) -> "HFTokenizer":
+    """`tokenizer`, after its chat template (if it has one) has served a request."""
+    if not tokenizer.inner.chat_template:
+        return tokenizer
+    fix = "correct its chat template, or remove it to use plain text"
+    try:
+        tokens = tokenizer.chat([{"role": "user", "content": "?"}])
+    except Exception as error:  # whatever the template's code raises
+        raise SourceError(where, f"has a chat template that fails ({_one_line(error)})", fix) from error
+    if not tokens:
+        raise SourceError(where, "has a chat template that gives no tokens", fix)
+    return tokenizer
 
 
 class HFTokenizer:
@@ -131,6 +152,7 @@ class HFTokenizer:
         self.inner = inner
 
     def encode(self, text: str, special: bool = True) -> list[int]:
+        _require_unicode(text)
         return [int(i) for i in self.inner.encode(text, add_special_tokens=special)]
 
     def decode(self, ids: list[int]) -> str:
@@ -140,6 +162,8 @@ class HFTokenizer:
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         if not self.inner.chat_template:
             raise SourceError("tokenizer", "has no chat template", "use a chat (instruct) model, or plain text prompts")
+        for message in messages:
+            _require_unicode(message["content"])
         ids = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         return [int(i) for i in ids]
 
@@ -155,7 +179,11 @@ class HFTokenizer:
         return {str(token): int(i) for token, i in self.inner.get_vocab().items()}
 
     def save(self, folder: Path) -> None:
-        self.inner.save_pretrained(str(folder))
+        try:
+            self.inner.save_pretrained(str(folder))
+        except Exception as error:  # the Rust writer's own type
+            rule = f"tokenizer cannot be written ({_one_line(error)})"
+            raise OutputError(str(folder), rule, "choose an output folder with space and write permission") from error
 
 
 @dataclass(frozen=True)
@@ -194,7 +222,8 @@ def build_tokenizer(spec: ByteBPE) -> HFTokenizer:
     if spec.chat_template is not None:
         options["chat_template"] = spec.chat_template
     backend: Any = PreTrainedTokenizerFast
-    return HFTokenizer(backend(tokenizer_object=inner, clean_up_tokenization_spaces=False, **options))
+    tokenizer = HFTokenizer(backend(tokenizer_object=inner, clean_up_tokenization_spaces=False, **options))
+    return _serving(tokenizer, "tokenizer")
 
 
 def _splitter(name: str) -> tuple[Any, Any]:
@@ -217,12 +246,12 @@ def _typed_config(kind: str, config: Mapping[str, Any]) -> Any:
 
     for name in _REQUIRED:
         if not isinstance(config.get(name), int):
-            raise SourceError(f"config.json: {name}", "must be given, as a whole number", _FIX_CONFIG)
+            raise SourceError(f"config.json: {name}", "must be given, as a whole number", FIX_CONFIG)
     fields = {key: value for key, value in clean_config(config).items() if key != "model_type"}
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # its validators raise several unrelated types
-        raise SourceError("config.json", f"is not a valid {kind} config ({_one_line(error)})", _FIX_CONFIG) from error
+        raise SourceError("config.json", f"is not a valid {kind} config ({_one_line(error)})", FIX_CONFIG) from error
 
 
 def _head_dim(typed: Any) -> int:
@@ -284,16 +313,26 @@ def _architecture(typed: Any) -> str:
 def _eos_ids(value: Any) -> tuple[int, ...]:
     """`eos_token_id` of a config (absent, one id, or several) as sorted ids."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(sorted(int(i) for i in ids))
+    if not all(isinstance(i, int) for i in ids):
+        raise SourceError(f"eos_token_id {value!r}", "must be a token id or a list of them", FIX_CONFIG)
+    return tuple(sorted(ids))
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        value = repr(text[max(0, error.start - 10) : error.end + 10])
+        raise SourceError(f"text at {value}", "is no Unicode text", "mend its encoding: UTF-8 is expected") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise SourceError(str(path), f"is not JSON ({_one_line(error)})", _FIX_CONFIG) from error
+        raise SourceError(str(path), f"is not JSON ({_one_line(error)})", FIX_CONFIG) from error
     if not isinstance(content, dict):
-        raise SourceError(str(path), "must hold a JSON object", _FIX_CONFIG)
+        raise SourceError(str(path), "must hold a JSON object", FIX_CONFIG)
     return content
 
 

@@ -27,6 +27,14 @@ def tensor_shapes(arch: ArchMap) -> dict[str, tuple[int, ...]]:
 
 def check_shapes(source: str, arch: ArchMap, found: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse weights that lack a tensor, hold one too many, or one of another shape than `arch` says."""
+    expected = require_tensors(source, arch, found)
+    for name in found:
+        if name not in expected:
+            raise SourceError(f"{source}: {name}", f"is no part of a {arch.model_type} model", USE_SUPPORTED)
+
+
+def require_tensors(source: str, arch: ArchMap, found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Refuse weights that lack a tensor, or hold one of another shape than `arch` says; returns all those shapes."""
     expected = tensor_shapes(arch)
     for name, shape in expected.items():
         if name not in found:
@@ -34,9 +42,7 @@ def check_shapes(source: str, arch: ArchMap, found: Mapping[str, tuple[int, ...]
         if found[name] != shape:
             rule = f"has shape {list(found[name])}, the config says {list(shape)}"
             raise SourceError(f"{source}: {name}", rule, _GIVE_ALL)
-    for name in found:
-        if name not in expected:
-            raise SourceError(f"{source}: {name}", f"is no part of a {arch.model_type} model", USE_SUPPORTED)
+    return expected
 
 
 def select_tensors(source: str, tensors: LazyTensors, arch: ArchMap) -> LazyTensors:

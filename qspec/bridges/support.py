@@ -1,12 +1,18 @@
 """Which models qspec reads, and what it says of those that it does not."""
 
 from collections.abc import Mapping
+import math
 from typing import Any
 
 from qspec.errors import SourceError
+from qspec.records import ArchMap
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+FIX_CONFIG = "correct config.json, or download the model again"
 USE_SUPPORTED = "use a model of type " + ", ".join(SUPPORTED)
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
 
 # What stands between qspec and a model: known types, then config fields whose presence shows it.
 _TYPES = {
@@ -55,7 +61,31 @@ def supported_type(config: Mapping[str, Any]) -> str:
             "only float models and compressed-tensors checkpoints are read",
             "give the float model that it was made from",
         )
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in _FLOATS:
+        raise SourceError(f"config.json: dtype {dtype!r}", f"must be one of {', '.join(_FLOATS)}", FIX_CONFIG)
     return kind
+
+
+def require_sizes(arch: ArchMap) -> None:
+    """Refuse sizes that no model has, and rotary frequencies that are not finite; raises `SourceError`."""
+    sizes = {
+        "num_hidden_layers": arch.n_layers,
+        "hidden_size": arch.hidden_size,
+        "intermediate_size": arch.intermediate_size,
+        "num_attention_heads": arch.n_heads,
+        "head_dim": arch.head_dim,
+        "vocab_size": arch.vocab_size,
+        "max_position_embeddings": arch.max_positions,
+    }
+    for name, size in sizes.items():
+        most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+        if not 1 <= size <= most:
+            raise SourceError(f"config.json: {name} {size}", f"must be 1 to {most}", FIX_CONFIG)
+    if arch.head_dim % 2:
+        raise SourceError(f"config.json: head_dim {arch.head_dim}", "must be even to be rotated", FIX_CONFIG)
+    if not all(math.isfinite(frequency) for frequency in arch.rope_inv_freq):
+        raise SourceError("config.json: rope_parameters", "give frequencies that are not finite", FIX_CONFIG)
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from qspec.errors import SourceError
+from qspec.errors import OutputError, SourceError
 from qspec.provenance import sha256_file
 
 SINGLE = "model.safetensors"
@@ -106,7 +106,11 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
         storage = value.untyped_storage().data_ptr()
         plain[name] = value.clone() if storage in seen else value
         seen.add(storage)
-    safetensors.torch.save_file(plain, str(path), metadata={"format": "pt"})
+    try:
+        safetensors.torch.save_file(plain, str(path), metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:  # instead of `OSError`, for a full disk too
+        fix = "choose an output folder with space and write permission"
+        raise OutputError(str(path), f"cannot be written ({error})", fix) from error
 
 
 def _open(path: Path) -> Any:

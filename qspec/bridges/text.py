@@ -188,6 +188,14 @@ def _local(file: str) -> Path | None:
 
 
 def _read_file(path: Path) -> Iterator[Row]:
+    try:
+        yield from _file_rows(path)
+    except (OSError, ValueError) as error:  # no permission; bytes that are no UTF-8; Parquet's own, a ValueError
+        rule = f"cannot be read ({' '.join(str(error).split())[:120]})"
+        raise SourceError(str(path), rule, "give UTF-8 text, or an intact Parquet file") from error
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
     match path.suffix:
         case ".parquet":
             yield from _load_dataset("parquet", data_files=str(path), split="train")

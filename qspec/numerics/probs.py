@@ -15,8 +15,9 @@ def target_law(logits_TV: Tensor, temperature: float, top_k: int = 0, top_p: flo
     if temperature == 0.0:
         best_T1 = logits_TV.argmax(-1, keepdim=True)
         return torch.zeros_like(logits_TV).scatter_(-1, best_T1, 1.0)
-    # Largest logit 0 first: tiny temperatures then give -inf, never inf - inf.
-    scaled_TV = (logits_TV - logits_TV.amax(-1, keepdim=True)) / temperature
+    # Largest logit 0 first: tiny temperatures then give -inf, never inf - inf, and one that rounds to 0 never 0 / 0.
+    divisor = max(temperature, torch.finfo(logits_TV.dtype).tiny)
+    scaled_TV = (logits_TV - logits_TV.amax(-1, keepdim=True)) / divisor
     if 0 < top_k < logits_TV.shape[-1]:
         scaled_TV = _keep_top_k(scaled_TV, top_k)
     probs_TV = scaled_TV.softmax(-1)

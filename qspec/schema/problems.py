@@ -26,6 +26,8 @@ _FIX = {
     "less_than_equal": "give a smaller number",
     "finite_number": "give a finite number",
     "string_too_short": "give a name",
+    "string_too_long": "shorten it",
+    "too_short": "give at least one, or remove the field",
     "string_pattern_mismatch": "use lower-case letters, digits and . _ -, starting with a letter or digit",
 }
 _HINT = {"fp8_e5m2": "vLLM refuses E5M2 KV beside FP8 weights, use 'fp8_e4m3'"}
@@ -48,7 +50,7 @@ def explain(failure: ValidationError, root: type[BaseModel], where: str, error: 
     rule, fix = _rule(first), _fix(first, holder)
     for other in (p for at, _, p in problems[1:] if at == path):
         rule += " or " + _rule(other).removeprefix("must be ")
-    others = list(dict.fromkeys(at for at, _, _ in problems if at != path))
+    others = list(dict.fromkeys(at for at, _, _ in problems if not path.startswith(at)))  # a parent repeats its item
     more = f" (also wrong: {', '.join(others)})" if others else ""
     return error(f"{where}: {path or 'the whole file'}{_given(first)}", rule, fix + more)
 
@@ -104,6 +106,7 @@ def _rule(problem: Any) -> str:
             return str(problem["ctx"]["error"]).partition("; ")[0]
     message = str(problem["msg"])
     message = re.sub(r"^(Input|String|Value|Tuple) should ", "must ", message).replace("valid ", "")
+    message = re.sub(r" after validation, not \d+$", "", message)
     return message.replace("a integer", "an integer").replace("a array", "a list").replace("an object", "a mapping")
 
 

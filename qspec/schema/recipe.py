@@ -18,6 +18,10 @@ from qspec.schema.text import dump_yaml, parse_yaml, read_text
 Scheme = Literal["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "none"]
 Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+MOST = 1_000_000
+"""Of anything that is counted: what is above it is a slip, and would fill the memory or never end."""
+MOST_SEED = 2**32 - 1
+"""What every random generator that is used takes."""
 
 
 class Strict(BaseModel):
@@ -71,7 +75,7 @@ class RuleSpec(Strict):
 
     match: Pattern
     scheme: Scheme
-    group_size: int | None = Field(default=None, gt=0)
+    group_size: int | None = Field(default=None, gt=0, le=MOST)
 
 
 class QuantSpec(Strict):
@@ -80,7 +84,7 @@ class QuantSpec(Strict):
     engine: Literal["qspec", "llmcompressor"] = "qspec"
     scheme: Scheme = "W8A8"
     method: Literal["rtn", "gptq", "smoothquant+gptq", "awq", "autoround"] = "rtn"
-    group_size: int = Field(default=128, gt=0, description="W4A16 only")
+    group_size: int = Field(default=128, gt=0, le=MOST, description="W4A16 only")
     clip: ClipSpec = ClipSpec()
     smoothing: SmoothingSpec | None = None
     rules: tuple[RuleSpec, ...] = ()
@@ -134,7 +138,7 @@ class NgramDraft(Strict):
 
     kind: Literal["ngram"]
     min_ngram: int = Field(default=1, ge=1)
-    max_ngram: int = Field(default=3, ge=1)
+    max_ngram: int = Field(default=3, ge=1, le=64)
 
     @model_validator(mode="after")
     def _ordered(self) -> "NgramDraft":
@@ -149,8 +153,8 @@ class MlpDraft(Strict):
     kind: Literal["mlp_speculator"]
     model: str
     revision: str | None = None
-    n_predict: int = Field(default=3, ge=1)
-    inner_dim: int = Field(default=0, ge=0, description="0: the target's hidden size")
+    n_predict: int = Field(default=3, ge=1, le=64)
+    inner_dim: int = Field(default=0, ge=0, le=MOST, description="0: the target's hidden size")
     tie_weights: bool = False
     scale_input: bool = False
 
@@ -162,7 +166,7 @@ class DataSpec(Strict):
     """Rows of a named data set (see `eval/datasets.yaml`) or of a `.jsonl` / `.parquet` / `.txt` file."""
 
     name: str
-    weight: float = Field(default=1.0, gt=0, description="share among the calibration sources")
+    weight: float = Field(default=1.0, gt=0, le=1e30, description="share among the calibration sources")
 
 
 class CalibrationSpec(Strict):
@@ -171,8 +175,8 @@ class CalibrationSpec(Strict):
     data: tuple[DataSpec, ...] = Field(
         default=(DataSpec(name="gutenberg"), DataSpec(name="self_instruct")), min_length=1
     )
-    samples: int = Field(default=64, ge=1)
-    length: int = Field(default=512, ge=8)
+    samples: int = Field(default=64, ge=1, le=MOST)
+    length: int = Field(default=512, ge=8, le=MOST)
     chat_template: bool = False
 
 
@@ -202,7 +206,7 @@ class SpeculationSpec(Strict):
 
     draft_length: DraftLengthSpec = DraftLengthSpec()
     temperature: float = Field(default=0.0, ge=0)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=MOST)
     top_p: float = Field(default=1.0, gt=0, le=1)
     max_length: int | None = Field(default=None, ge=16, description="cache positions; default: the model's own")
 
@@ -211,8 +215,8 @@ class FidelitySpec(Strict):
     """Held-out text on which both arms are compared: perplexity, KL, top-1 agreement."""
 
     data: str = "wikitext2"
-    windows: int = Field(default=16, ge=1)
-    length: int = Field(default=512, ge=16)
+    windows: int = Field(default=16, ge=1, le=MOST)
+    length: int = Field(default=512, ge=16, le=MOST)
 
 
 MMLU_PRO_SUBJECTS = (
@@ -237,10 +241,10 @@ class TaskSpec(Strict):
     """An lm-eval task. `limit` rows per subject, `max_gen_toks` tokens per answer (None: the harness's own)."""
 
     name: str = "mmlu_pro"
-    num_fewshot: int = Field(default=5, ge=0)
-    limit: int | None = Field(default=None, ge=1)
-    subjects: tuple[str, ...] | None = None
-    max_gen_toks: int | None = Field(default=None, ge=1)
+    num_fewshot: int = Field(default=5, ge=0, le=MOST)
+    limit: int | None = Field(default=None, ge=1, le=MOST)
+    subjects: tuple[str, ...] | None = Field(default=None, min_length=1)
+    max_gen_toks: int | None = Field(default=None, ge=1, le=MOST)
     chat_template: bool = False
     backends: tuple[Literal["qspec", "hf"], ...] = Field(default=("qspec",), min_length=1)
 
@@ -266,10 +270,10 @@ class BenchmarkSpec(Strict):
     """Speed: {original, quantized} x {plain, speculative}, alternating, on real prompts."""
 
     prompts: str = "spec_bench"
-    per_category: int = Field(default=1, ge=1)
-    categories: tuple[str, ...] | None = None
-    max_new_tokens: int = Field(default=64, ge=2)
-    repeats: int = Field(default=3, ge=1)
+    per_category: int = Field(default=1, ge=1, le=MOST)
+    categories: tuple[str, ...] | None = Field(default=None, min_length=1)
+    max_new_tokens: int = Field(default=64, ge=2, le=MOST)
+    repeats: int = Field(default=3, ge=1, le=MOST)
     temperatures: tuple[float, ...] = (0.0,)
 
     @field_validator("temperatures")
@@ -293,11 +297,11 @@ class BudgetSpec(Strict):
 class Recipe(Strict):
     """One complete job: quantize, pair, package, prove, measure."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=100)
     description: str = ""
     device: Device = "cpu"
     dtype: Dtype = "auto"
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     target: ModelSpec
     draft: Draft
     calibration: CalibrationSpec = CalibrationSpec()
@@ -312,6 +316,15 @@ class Recipe(Strict):
         held_out = self.evaluation.fidelity and self.evaluation.fidelity.data
         if any(source.name == held_out for source in self.calibration.data):
             raise ValueError(f"evaluation.fidelity.data {held_out!r} is calibration text too; compare on other text")
+        return self
+
+    @model_validator(mode="after")
+    def _text_to_judge_by(self) -> "Recipe":
+        halves = [self.target, self.draft] if isinstance(self.draft, ModelDraft | SelfDraft) else [self.target]
+        specs = [half.quantization for half in halves]
+        fed_back = any(spec.engine == "qspec" and spec.method == "gptq" for spec in specs)
+        if fed_back and self.calibration.samples < 2:
+            raise ValueError("method gptq judges by a text that it is not fitted to; raise calibration.samples to 2")
         return self
 
     @classmethod

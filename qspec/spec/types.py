@@ -1,6 +1,7 @@
 """What drafters, verification and the engine say to each other."""
 
 from dataclasses import dataclass, field
+import math
 from typing import Literal, Protocol
 
 import torch
@@ -19,8 +20,9 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise RecipeError(f"temperature {self.temperature}", "below 0", "use 0 for greedy or a positive number")
+        if not 0 <= self.temperature < math.inf:
+            fix = "use 0 for greedy or a positive number"
+            raise RecipeError(f"temperature {self.temperature}", "below 0 or not finite", fix)
         if self.top_k < 0:
             raise RecipeError(f"top_k {self.top_k}", "below 0", "use 0 to keep every token or a positive number")
         if not 0 < self.top_p <= 1:

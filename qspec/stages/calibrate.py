@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from qspec.errors import SourceError
 from qspec.nn.decoder import Decoder
 from qspec.records import ArchMap, LayerStats, LoadedModel
 
@@ -16,7 +17,8 @@ def calibrate(
 ) -> LayerStats:
     """Run `rows` of token ids through the float model and record what every linear layer and KV head saw.
 
-    `keep_rows` input rows per layer are kept, evenly spaced over each text, for searches by output error.
+    `keep_rows` input rows per layer are kept, evenly spaced over each text, for searches by output error. Raises
+    `SourceError` for a model whose activations are not finite.
     """
     rows = list(rows)
     assert rows, "calibration needs at least one row"
@@ -26,7 +28,17 @@ def calibrate(
     for row in rows:
         decoder.truncate(0)
         decoder.forward(torch.tensor(row), last=1)
-    return recorder.stats(model.arch, sum(map(len, rows)))
+    stats = recorder.stats(model.arch, sum(map(len, rows)))
+    _require_finite(stats, str(model.source.get("model", "model")))
+    return stats
+
+
+def _require_finite(stats: LayerStats, model: str) -> None:
+    for seen in (stats.amax_K, stats.k_amax_H, stats.v_amax_H):
+        for layer, amax in seen.items():
+            if not bool(torch.isfinite(amax).all()):
+                rule = "computes NaN or infinity, from damaged weights or a damaged config.json"
+                raise SourceError(f"{model}: {layer}", rule, "give an intact copy of the model")
 
 
 class _Recorder:

@@ -11,6 +11,8 @@ from qspec.errors import IntegrityError, PairError, QspecError
 from qspec.provenance import sha256_file
 from qspec.records import ArchMap, QuantizedModel, Tokenizer
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
+from qspec.schema.problems import validate
+from qspec.schema.recipe import NgramDraft, Recipe
 
 _FETCH = "package the pair again, or fetch an intact copy"
 
@@ -27,6 +29,7 @@ def check(pair: Path) -> list[str]:
 def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
     """`check`'s findings, and the halves that it has read, `target` and (if it has weights) `draft`."""
     manifest = read_manifest(pair)
+    recipe = _check_recipe(manifest)
     _check_files(pair, {entry.path: entry for entry in manifest.files})
     size = sum(entry.bytes for entry in manifest.files)
     findings = [f"{len(manifest.files)} files, {size / 1e6:.1f} MB: sizes and sha256 match {NAME}"]
@@ -34,10 +37,23 @@ def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
     for name, half in (("target", manifest.target), ("draft", manifest.draft)):
         if half.folder is not None:
             halves[name] = _check_half(pair / half.folder, half, findings)
-    if "target" not in halves:
-        raise IntegrityError(f"{NAME}: target", "has no folder", _FETCH)
     _check_vocabulary(manifest, halves["target"], halves.get("draft"), findings)
+    length, most = recipe.speculation.max_length or 0, halves["target"].arch.max_positions
+    if length > most:
+        raise IntegrityError(f"{NAME}: recipe: max_length {length}", f"the target knows {most} positions", _FETCH)
     return findings, halves
+
+
+def _check_recipe(manifest: Manifest) -> Recipe:
+    """The recipe, if it is one and tells of the halves that the manifest lists."""
+    recipe = validate(Recipe, manifest.recipe, f"{NAME}: recipe", IntegrityError)
+    if recipe.draft.kind != manifest.draft.kind:
+        rule = f"is listed, but the recipe says {recipe.draft.kind!r}"
+        raise IntegrityError(f"{NAME}: draft kind {manifest.draft.kind!r}", rule, _FETCH)
+    folders = (manifest.target.folder, manifest.draft.folder)
+    if folders != ("target", None if isinstance(recipe.draft, NgramDraft) else "draft"):
+        raise IntegrityError(f"{NAME}: folders {folders}", "a pair's halves lie in target and draft", _FETCH)
+    return recipe
 
 
 def read_manifest(pair: Path) -> Manifest:

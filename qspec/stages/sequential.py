@@ -69,7 +69,7 @@ def refine(
             linears[choice.layer] = replace(linears[choice.layer], weight=choice.weight)
             choices.append(choice)
 
-    states = [_embedded(model, row) for row in rows]
+    states = _embedded(model, rows)
     count = model.arch.n_layers
     for i in (progress or Progress(quiet=True)).track(range(count), "gptq", count, "layers"):
         take(_layer_moments(_one_layer(model, rounded, i, {}, states), i, linears, states))
@@ -142,9 +142,9 @@ def _advanced(decoder: Decoder, states: Sequence[Tensor]) -> list[Tensor]:
     return out
 
 
-def _embedded(model: LoadedModel, row: Sequence[int]) -> Tensor:
-    x_TK = F.embedding(torch.tensor(row), model.tensors["model.embed_tokens.weight"]).float()
-    return x_TK * model.arch.embed_scale
+def _embedded(model: LoadedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    embed_VK, scale = model.tensors["model.embed_tokens.weight"], model.arch.embed_scale
+    return [F.embedding(torch.tensor(row), embed_VK).float() * scale for row in rows]
 
 
 def _one_layer(

@@ -205,3 +205,14 @@ def test_smollm_tokenizer_survives_saving(smollm: GGUFFile, tmp_path: Path) -> N
     assert back.fingerprint() == tokenizer.fingerprint()
     text = "12 apples & 345 pears\n"
     assert back.encode(text) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("damage", [{"bos_token_id": 10**6}, {"merges": ["zz q"]}, {"merges": []}], ids=str)
+def test_tokenizers_that_cannot_be_built_are_refused(
+    tmp_path: Path, llama: LoadedModel, damage: dict[str, Any]
+) -> None:
+    """Would catch an IndexError, or the Rust library's own exception, for a damaged header."""
+    file = GGUFFile(write_gguf(tmp_path / "x.gguf", llama))
+    file.metadata.update({f"tokenizer.ggml.{key}": value for key, value in damage.items()})
+    with pytest.raises(SourceError, match=r"x\.gguf: tokenizer: cannot be built"):
+        tokenizer_from_gguf(file)

@@ -10,8 +10,8 @@ import torch
 from qspec.bridges.hf import HFTokenizer, arch_from_config, clean_config, load_folder, load_tokenizer, read_config
 from qspec.bridges.layout import tensor_shapes
 from qspec.bridges.tensors import SINGLE, LazyTensors, read_tensors, write_tensors
-from qspec.errors import SourceError
-from tests.tiny import KINDS, TEXT, tiny_model
+from qspec.errors import OutputError, SourceError
+from tests.tiny import KINDS, TEXT, save_tokenizer, tiny_model
 
 SAMPLE = "Größe 345 of the fox: naïve 模型!\n\n  Don't stop\tnow."
 ROPES: dict[str, dict[str, Any]] = {
@@ -294,3 +294,60 @@ def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(SourceError, match="holds no tokenizer"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": 0},
+        {"num_key_value_heads": -1},
+        {"vocab_size": -1},
+        {"max_position_embeddings": 0},
+        {"head_dim": 7},
+        {"head_dim": -1},
+        {"eos_token_id": "x"},
+        {"eos_token_id": [[1]]},
+        {"dtype": 5},
+        {"dtype": "int8"},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+    ],
+    ids=str,
+)
+def test_impossible_configs_are_refused(folders: dict[str, Path], changes: dict[str, Any]) -> None:
+    """Would catch sizes that fill the memory, and fields of another type, found deep inside a run or as a traceback."""
+    with pytest.raises(SourceError):
+        arch_from_config(config_of(folders["llama"], **changes))
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for %}", "{{ raise_exception('no') }}", "{{ a.b.c }}", "{% if false %}x{% endif %}"]
+)
+def test_chat_templates_that_fail_are_refused_at_load(tmp_path: Path, template: str) -> None:
+    """Would catch a template that ends the run at its first prompt, after all of quantization."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with pytest.raises(SourceError, match="has a chat template that"):
+        load_tokenizer(tmp_path)
+
+
+def test_half_characters_are_no_text(folders: dict[str, Path]) -> None:
+    """Would catch the tokenizer library's own TypeError for text that was decoded with `surrogateescape`."""
+    tokenizer = load_tokenizer(folders["llama"])
+    with pytest.raises(SourceError, match="no Unicode text"):
+        tokenizer.encode("a \udcff b")
+    with pytest.raises(SourceError, match="no Unicode text"):
+        tokenizer.chat([{"role": "user", "content": "a \ud800 b"}])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device of Linux")
+def test_a_full_disk_is_an_output_error(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """Would catch the writers' own errors, which no caller expects, for weights and tokenizer."""
+    for name in (SINGLE, "tokenizer.json"):
+        (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(OutputError, match="cannot be written"):
+        write_tensors(tmp_path / SINGLE, {"x": torch.ones(1000)})
+    with pytest.raises(OutputError, match="cannot be written"):
+        load_tokenizer(folders["llama"]).save(tmp_path)

@@ -147,3 +147,13 @@ def test_parquet_and_text_files(data: Path, tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("one\nstill one\n\n\n\ntwo\n")
     assert [r["text"].split() for r in text.load_rows(str(path))] == [["one", "still", "one"], ["two"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", b"\xff\xfe"), ("a.jsonl", b'{"text": "\xff"}'), ("a.parquet", b"x")]
+)
+def test_unreadable_files_are_refused(tmp_path: Path, name: str, content: bytes):
+    """Would catch a decoder's or Parquet's own error, which names no file."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SourceError, match=rf"{name}: cannot be read"):
+        text.load_rows(str(tmp_path / name))

@@ -85,3 +85,9 @@ def test_large_vocabularies_keep_their_tail() -> None:
     probs = torch.full((size,), 1.0) * 0.1
     ids = torch.tensor([1, size // 3, size - 2])
     assert sample(probs.expand(3, -1), (ids + 0.5) / size).tolist() == ids.tolist()
+
+
+def test_a_temperature_below_every_float_is_greedy() -> None:
+    """Catches 0 / 0: in float32 a temperature of 1e-300 is 0, and the law NaN."""
+    law = target_law(LOGITS[:1].float(), 1e-300)
+    assert law.tolist() == [[0.0, 1.0, 0.0, 0.0]]

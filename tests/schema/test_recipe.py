@@ -75,7 +75,17 @@ def test_every_device_name_has_a_data_sheet():
         ("calibration.samples=true", ["calibration.samples True", "must be an integer"]),
         ("calibration.samples=0", ["calibration.samples 0", "greater than or equal to 1", "larger"]),
         ("calibration.data=gutenberg", ["calibration.data 'gutenberg'", "must be a list"]),
-        ("calibration.data=[]", ["calibration.data []", "at least 1"]),
+        ("calibration.data=[]", ["calibration.data []", "at least 1 item; give at least one"]),
+        ("calibration.data=[{name: a, weight: 0}]", ["calibration.data[0].weight 0", "give a larger number"]),
+        ("calibration.samples=1" + 30 * "0", ["calibration.samples", "less than or equal to 1000000"]),
+        ("benchmark.per_category=1" + 30 * "0", ["benchmark.per_category", "less than or equal to 1000000"]),
+        ("benchmark.categories=[]", ["benchmark.categories []", "at least 1 item"]),
+        ("evaluation.tasks=[{subjects: []}]", ["evaluation.tasks[0].subjects []", "at least 1 item"]),
+        ("draft={kind: ngram, max_ngram: 1" + 30 * "0" + "}", ["draft.max_ngram", "less than or equal to 64"]),
+        ("draft={kind: mlp_speculator, model: m, n_predict: 100}", ["draft.n_predict 100", "equal to 64"]),
+        ("seed=-1", ["seed -1", "greater than or equal to 0"]),
+        ("seed=18446744073709551616", ["seed 18446744073709551616", "less than or equal to 4294967295"]),
+        ("name=" + 101 * "a", ["name", "at most 100 characters", "shorten it"]),
         ("fusion.fold_norms=1", ["fusion.fold_norms 1", "true or false"]),
         ("speculation.top_p=.nan", ["speculation.top_p nan", "finite"]),
         ("benchmark.temperatures=[-1.0]", ["benchmark.temperatures", "none below 0"]),
@@ -123,6 +133,18 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path, text: str, part: str)
     assert part in refusal(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    "half", ["target.quantization={method: gptq}", "draft={kind: self, quantization: {method: gptq}}"]
+)
+def test_error_feedback_needs_a_text_to_judge_by(tmp_path: Path, half: str):
+    """Would catch a job that fails after loading its models because no row is left to hold out."""
+    path = tmp_path / "r.yaml"
+    path.write_text(SMALL, encoding="utf-8")
+    with pytest.raises(RecipeError, match="judges by a text"):
+        Recipe.read(path, (half, "calibration.samples=1"))
+    assert Recipe.read(path, (half, "calibration.samples=2")).calibration.samples == 2
+
+
 def test_paths_that_are_no_recipe(tmp_path: Path):
     """Would catch a traceback for a missing file, a folder, or bytes that are no text."""
     binary = tmp_path / "weights.gguf"
@@ -168,7 +190,7 @@ recipes = st.builds(
     Recipe,
     name=st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True),
     description=words,
-    seed=st.integers(-(2**63), 2**63),
+    seed=st.integers(0, 2**32 - 1),
     target=st.builds(ModelSpec, model=words, revision=st.none() | words, quantization=quantizations),
     draft=drafts,
     calibration=st.builds(
@@ -197,3 +219,8 @@ def test_dump_of_shipped_recipes_is_plain_yaml(tmp_path: Path, path: Path):
     """Would catch a dump that only this project's own reader understands."""
     recipe = Recipe.read(path)
     assert yaml.safe_load(recipe.dump()) == recipe.as_dict()
+
+
+def test_a_list_is_not_blamed_for_its_item(tmp_path: Path):
+    """Would catch a second complaint about the list that holds the one wrong item."""
+    assert "also wrong" not in refusal(tmp_path, SMALL, "calibration.data=[{name: a, weight: 0}]")

@@ -142,3 +142,21 @@ def test_stored_shapes_are_supported_models() -> None:
         arch = resolve_arch(ModelSpec(model=file.stem.replace("--", "/")))
         assert arch.n_layers >= 1, file.name
         assert json.loads(file.read_text())["_source"], file.name
+
+
+@pytest.mark.parametrize("model", ["x" * 5000, "~nobody-here/model", "package:__main__/x"])
+def test_names_that_no_disk_knows_are_refused(model: str) -> None:
+    """Would catch an error of the operating system or of the import system where a refusal belongs."""
+    with pytest.raises(SourceError) as caught:
+        resolve_arch(ModelSpec(model=model))
+    assert len(str(caught.value)) < 300
+
+
+def test_tokens_without_a_row_are_refused(folder: Path) -> None:
+    """Would catch an added token that crashes the run at the first text that holds it."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 400, "content": "<x>"})
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(SourceError, match="token '<x>': has id 300, but the embedding has 300 rows"):
+        load(ModelSpec(model=str(folder)))
