@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except QspecError as e:
         return _fail(str(e), 2)
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader of a pipe has seen enough; typer says 1 too
         _drop_output()
-        return 0
+        return 1
     except OSError as e:
         _drop_output()
         fix = "check the path, its permissions and the room on its disk"

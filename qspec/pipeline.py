@@ -1,6 +1,7 @@
 """The main job: recipe in, proven pair and report out. It reads top to bottom; every value is made once."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from qspec.bridges import compressed, oneshot
-from qspec.bridges.text import calibration_rows, data_names, require_data
+from qspec.bridges.text import calibration_rows
 from qspec.errors import OutputError
 from qspec.nn.decoder import Decoder
 from qspec.progress import Progress, setup_log
@@ -42,6 +43,7 @@ from qspec.stages.pad import match_rows
 from qspec.stages.planned import PlannedPair
 from qspec.stages.preview import admit
 from qspec.stages.quantize import quantize
+from qspec.stages.rehearse import rehearse
 from qspec.stages.report import report
 from qspec.stages.sequential import refine
 from qspec.stages.transform import transform, truncate_layers
@@ -71,11 +73,11 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
         progress.say(f"{out} is complete already")
         return out / "pair"
     originals = load_originals(recipe, progress)
-    require_data(data_names(recipe, planned.calibrates))
+    rehearse(recipe, originals.target, planned.calibrates)
     _claim(recipe, planned, out)
     pair = out / "pair"
     if pair.exists():
-        check(pair)
+        _same_source(pair, originals)
     else:
         target, draft = quantize_halves(recipe, originals, out / "work", progress)
         progress.stage("package and verify")
@@ -92,6 +94,22 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
     shutil.rmtree(out / "work")
     progress.close()
     return pair
+
+
+def _make_parents(out: Path) -> None:
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(str(out), f"cannot be made ({error.strerror})", "choose another folder") from error
+
+
+def _same_source(pair: Path, originals: Originals) -> None:
+    """A resumed run goes on with the pair that it made, of the models that it made it from."""
+    check(pair)
+    made, given = read_manifest(pair).target.source.get("sha256"), originals.target.source.get("sha256")
+    if made != given:
+        rule = f"was made from weights with sha256 {made}, the model now has {given}"
+        raise OutputError(str(pair), rule, "choose another --out")
 
 
 def load_originals(recipe: Recipe, progress: Progress) -> Originals:
@@ -158,7 +176,9 @@ def quantize_model(
 
 def _half(recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path) -> QuantizedModel:
     if folder.exists():
-        return compressed.read(folder)
+        kept = compressed.read(folder)
+        if kept.source.get("sha256") == model.source.get("sha256"):
+            return kept
     text.progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
     quantized = quantize_model(model, spec, recipe.fusion, text, folder.parent)
     with staged_dir(folder) as part:
@@ -179,7 +199,7 @@ def quantize_checkpoint(
     if out.exists():
         raise OutputError(str(out), "exists already", "choose another folder")
     loaded = load(model)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    _make_parents(out)
     with TemporaryDirectory(dir=out.absolute().parent) as work:
         text = Calibration(calibration or CalibrationSpec(), loaded.tokenizer, 0, progress)
         quantized = quantize_model(loaded, model.quantization, fusion or FusionSpec(), text, Path(work))
@@ -299,7 +319,8 @@ def _is_sealed(pair: Path) -> bool:
 def _kept(path: Path, kind: type[R], make: Callable[[], R]) -> R:
     """The record in `path`, or a new one, written there for a resumed run."""
     if path.exists():
-        return kind.model_validate_json(path.read_bytes())
+        with suppress(ValueError):  # damaged: measure again
+            return kind.model_validate_json(path.read_bytes())
     record = make()
     atomic_write(path, record.model_dump_json())
     return record

@@ -77,6 +77,8 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
     path = Path(path)
     part = path.with_name(f".{path.name}.partial")
     with _output_errors(path):
+        if path.exists() and not path.is_file():  # a folder, or a device that would be replaced by a file
+            raise OutputError(str(path), "exists and is no file", "give another path")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(part, "wb") as file:

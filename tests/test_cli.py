@@ -1,7 +1,9 @@
 """The command line: help worth reading, one line and status 2 for bad input, and calls with the right arguments."""
 
 from collections.abc import Callable
+import io
 import json
+import os
 from pathlib import Path
 import subprocess
 import sys
@@ -43,6 +45,11 @@ def test_help_names_the_first_three_commands_and_loads_nothing_heavy():
         (["plan", RECIPE, "--set", "device=b200", "--set", "target.quantization.scheme=W8A8"], "SM75 to SM90"),
         (["generate", "x", "hi", "--top-p", "0"], "--top-p 0"),
         (["generate", "x", "hi", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["generate", "x", "hi", "--seed", "-1"], "--seed"),
+        (["generate", "x", "hi \udcff"], "is not UTF-8 text"),
+        (["check", "x" * 5000], "File name too long"),
+        (["inspect", ""], "must have at least 1 character"),
+        (["run", RECIPE, "--out", "x" * 5000], "File name too long"),
         (["generate", "no-such-pair", "hi"], "no-such-pair"),
         (["check", "no-such-pair"], "no-such-pair"),
         (["inspect", "no-such-model"], "no-such-model"),
@@ -161,3 +168,28 @@ def test_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: C
     monkeypatch.setattr(pipeline, "run", interrupted)
     assert cli.main(["run", RECIPE]) == 130
     assert "--resume" in capsys.readouterr().err
+
+
+def test_standard_input_must_be_text(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    """Would catch a decoder's traceback for a binary file piped in as a prompt."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert cli.main(["generate", "pair", "-"]) == 2
+    assert "is not UTF-8 text" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device of Linux")
+@pytest.mark.parametrize(("output", "status"), [("/dev/full", 2), ("closed pipe", 1)])
+def test_output_that_nobody_takes(output: str, status: int):
+    """Would catch a traceback, now or at exit, when standard output is full or its reader (`| head`) has left."""
+    code = "import sys; from qspec.cli import main; sys.exit(main(['plan', sys.argv[1], '--json']))"
+    if output == "/dev/full":
+        stdout = os.open(output, os.O_WRONLY)
+    else:
+        reader, stdout = os.pipe()
+        os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", code, RECIPE], stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    os.close(stdout)
+    assert done.returncode == status
+    assert len(done.stderr.splitlines()) == (status == 2), done.stderr

@@ -85,13 +85,15 @@ def test_second_log_takes_over_and_an_older_one_is_kept(run_log, tmp_path):
     assert Path(tmp_path / "other" / "run.log").read_text().endswith("two\n")
 
 
-def test_a_log_on_a_full_disk_keeps_quiet(run_log, capsys):
+def test_a_log_on_a_full_disk_keeps_quiet(run_log, capsys, monkeypatch):
     """Would catch a traceback on stderr for every line that a full disk does not take."""
-    (handler,) = [
-        h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler) and h.baseFilename == str(run_log)
-    ]
-    with open("/dev/full", "w") as full:
-        handler.setStream(full)
-        Progress(quiet=True).say("x" * 100_000)
-        handler.stream = None
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    (handler,) = [h for h in logging.getLogger().handlers if getattr(h, "baseFilename", None) == str(run_log)]
+    with monkeypatch.context() as patched:
+        patched.setattr(handler, "stream", Full())
+        Progress(quiet=True).say("a line")
     assert capsys.readouterr().err == ""

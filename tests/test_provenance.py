@@ -175,3 +175,13 @@ def test_output_inside_a_file_is_refused(tmp_path):
         pass
     with pytest.raises(OutputError):
         atomic_write(tmp_path / "f" / "x", b"")
+
+
+def test_write_never_replaces_what_is_no_file(tmp_path):
+    """Would catch `--html /dev/null`, run as root, that turns the device into a file."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(OutputError, match="exists and is no file"):
+            atomic_write(tmp_path / name, "text")
+    assert (tmp_path / "pipe").is_fifo()

@@ -194,6 +194,11 @@ class _Reader:
         return self._tensors[name]
 
     def rest(self) -> dict[str, Tensor]:
+        """What nothing asked for; scales among it belong to codes that would be taken for floats."""
+        for name in self._tensors:
+            if name not in self._taken and name.endswith((".weight_scale", ".weight_packed")):
+                rule = "is stored, but config.json leaves this layer in float"
+                raise SourceError(f"{self._folder}: {name}", rule, "quantize the model again, or fetch an intact copy")
         return {name: self._tensors[name] for name in self._tensors if name not in self._taken}
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from qspec.errors import IntegrityError, RecipeError, SourceError
 from qspec.progress import Progress
 from qspec.records import Tokenizer
 from qspec.schema.manifest import NAME, Manifest
+from qspec.schema.problems import validate
 from qspec.schema.recipe import CalibrationSpec, DataSpec, ModelSpec
 from qspec.stages.calibrate import calibrate
 from qspec.stages.check import read_manifest
@@ -31,12 +33,13 @@ def inspect(
 
     `data` names text to measure activations (model) or the KV cache (pair) on. Raises `QspecError`.
     """
-    progress, folder = progress or Progress(), Path(reference).expanduser()
+    progress, folder = progress or Progress(), Path(os.path.expanduser(reference))
     if data is not None:
         load_rows(data, limit=1)
     pair = (folder / NAME).is_file()
     if not pair and not _is_quantized(folder):
-        return _model(ModelSpec(model=reference, revision=revision), data, progress)
+        spec = validate(ModelSpec, {"model": reference, "revision": revision}, "inspect")
+        return _model(spec, data, progress)
     if revision is not None:
         fix = "remove --revision, or give a Hub id"
         raise RecipeError(f"{reference} at revision {revision!r}", "only Hub models have revisions", fix)
@@ -92,7 +95,9 @@ def _rows(data: str, tokenizer: Tokenizer, max_positions: int) -> tuple[list[lis
     try:
         rows = calibration_rows(spec, tokenizer, seed=0)
     except SourceError as error:
-        raise SourceError(error.value, error.rule, "use more text: its first half is read") from error
+        short = error.rule.startswith("holds no row")  # the recipe's fix would name a field that is not here
+        fix = "use more text: its first half is read" if short else error.fix
+        raise SourceError(error.value, error.rule, fix) from error
     return rows, Calibration(data, len(rows), sum(map(len, rows)))
 
 

@@ -203,3 +203,32 @@ def test_a_draft_is_matched_below_a_prefix(source: Path, tmp_path: Path) -> None
     assert any(match_name("draft_model.model.layers.1.self_attn.o_proj", t) for t in config["ignore"])
     assert any(match_name("draft_model.lm_head", t) for t in config["ignore"])
     assert not any(match_name("draft_model.model.layers.0.self_attn.o_proj", t) for t in config["ignore"])
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "value"),
+    [
+        ("config.json", ("quantization_config",), -1),
+        ("config.json", ("quantization_config", "config_groups"), None),
+        ("config.json", ("quantization_config", "config_groups", "group_0", "weights"), {}),
+        ("config.json", ("quantization_config", "config_groups", "group_0", "targets"), "x"),
+        ("config.json", ("quantization_config", "kv_cache_scheme"), {}),
+        ("config.json", ("vocab_size",), 7),
+        ("qspec.json", ("merged",), None),
+        ("qspec.json", ("rules",), "x"),
+        ("qspec.json", ("schemes", "group_0"), {}),
+        ("qspec.json", ("default",), "group_9"),
+    ],
+    ids=str,
+)
+def test_malformed_metadata_is_refused(source: Path, tmp_path: Path, file: str, path: tuple[str, ...], value: object):
+    """Would catch a KeyError from inside, and a checkpoint without a layer's weight that only the engine would miss."""
+    compressed.write(quantized(source, SPECS["kv_tensor"]), tmp_path, torch.float32)
+    content = json.loads((tmp_path / file).read_text(encoding="utf-8"))
+    node = content
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    (tmp_path / file).write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(SourceError):
+        compressed.read(tmp_path)

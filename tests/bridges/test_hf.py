@@ -342,12 +342,11 @@ def test_half_characters_are_no_text(folders: dict[str, Path]) -> None:
         tokenizer.chat([{"role": "user", "content": "a \ud800 b"}])
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device of Linux")
-def test_a_full_disk_is_an_output_error(tmp_path: Path, folders: dict[str, Path]) -> None:
-    """Would catch the writers' own errors, which no caller expects, for weights and tokenizer."""
+def test_files_that_cannot_be_written_are_output_errors(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """Would catch the writers' own errors (a full disk), which no caller expects, for weights and tokenizer."""
     for name in (SINGLE, "tokenizer.json"):
-        (tmp_path / name).symlink_to("/dev/full")
+        (tmp_path / name).mkdir()
     with pytest.raises(OutputError, match="cannot be written"):
-        write_tensors(tmp_path / SINGLE, {"x": torch.ones(1000)})
+        write_tensors(tmp_path / SINGLE, {"x": torch.ones(10)})
     with pytest.raises(OutputError, match="cannot be written"):
         load_tokenizer(folders["llama"]).save(tmp_path)

@@ -199,3 +199,19 @@ def test_tokenizers_are_compared_token_by_token() -> None:
     longer: Any = Words({"<s>": 0, "a": 1, "b": 2, "c": 3})
     with pytest.raises(PairError, match="1 tokens, first 'c': id None in the target and 3 in the draft"):
         check_tokenizers(target, longer)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda body: body["recipe"].update(seed="x"), "recipe: seed 'x'"),
+        (lambda body: body["recipe"].update(draft={"kind": "ngram"}), "draft kind 'self'"),
+        (lambda body: body["recipe"]["speculation"].update(max_length=10**6), "the target knows 256 positions"),
+        (lambda body: body["draft"].update(folder="target"), "halves lie in target and draft"),
+    ],
+)
+def test_recipe_and_halves_belong_together(pair: Path, change: Callable[[dict[str, Any]], None], part: str) -> None:
+    """Would catch a manifest, digest and all, that opens as another pair than was checked, or not at all."""
+    rewrite(pair, change)
+    with pytest.raises(IntegrityError, match=part):
+        check(pair)
