@@ -9,7 +9,7 @@ import torch
 import qspec
 from qspec import pipeline
 from qspec.bridges import compressed
-from qspec.errors import OutputError, PairError, QspecError, SourceError
+from qspec.errors import OutputError, PairError, QspecError, RecipeError, SourceError
 from qspec.nn.decoder import Decoder
 from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
@@ -90,6 +90,8 @@ def test_sampling_is_reproducible_and_streams_its_text(model: Path, tmp_path: Pa
     assert "".join(pieces) == first.text
     assert first.stats is not None
     assert first.stats.tokens_per_step >= 1
+    with pytest.raises(RecipeError, match="seed"):
+        pair.generate("Numbers", 4, seed=10**30)
 
 
 @pytest.mark.parametrize("stage", ["quantize_halves", "package", "_evaluate", "_bench", "report", "seal"])

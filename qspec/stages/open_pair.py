@@ -11,13 +11,13 @@ import torch
 
 from qspec.bridges import compressed
 from qspec.bridges.text import prompt_tokens
-from qspec.errors import IntegrityError
+from qspec.errors import IntegrityError, RecipeError
 from qspec.nn.decoder import Decoder
 from qspec.ops.select import Kernels
 from qspec.records import ArchMap, QuantizedModel
 from qspec.schema.manifest import NAME, Manifest
 from qspec.schema.problems import validate
-from qspec.schema.recipe import Dtype, NgramDraft, Recipe
+from qspec.schema.recipe import MOST_SEED, Dtype, NgramDraft, Recipe
 from qspec.spec import draft_length, engine
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
@@ -70,6 +70,8 @@ class LoadedPair:
 
         Sampling defaults are the recipe's. `on_text` receives text as soon as it is certain.
         """
+        if not 0 <= seed <= MOST_SEED:
+            raise RecipeError(f"seed {seed}", f"must lie in 0 to {MOST_SEED}", "choose another")
         law = self.recipe.speculation
         sampling = Sampling(
             law.temperature if temperature is None else temperature,
