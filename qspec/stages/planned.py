@@ -58,7 +58,7 @@ class PlannedPair:
     def calibrates(self) -> bool:
         """Whether any half must see calibration text."""
         halves = [half for half in (self.target, self.draft) if half is not None]
-        return any(needs_statistics(half.schemes, half.plan, half.spec) for half in halves)
+        return any(h.spec.method != "rtn" or needs_statistics(h.schemes, h.plan, h.spec) for h in halves)
 
     @property
     def drafting(self) -> Footprint | None:
