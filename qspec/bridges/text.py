@@ -71,12 +71,6 @@ def data_names(recipe: Recipe, calibrates: bool = True) -> list[str]:
     return list(dict.fromkeys([*names, recipe.benchmark.prompts]))
 
 
-def require_data(names: Iterable[str]) -> None:
-    """Read one row of every data set, so that a missing one is refused before compute."""
-    for name in names:
-        load_rows(name, limit=1)
-
-
 def local_files(name: str) -> dict[str, Path]:
     """Files of a named data set on this machine: `test`, and `fewshot` if it has worked examples; {} when absent."""
     local = dataset(name).local
