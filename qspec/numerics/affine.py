@@ -7,20 +7,8 @@ from torch import Tensor
 
 from qspec.numerics.blocks import Granularity, from_blocks, scale_shape, to_blocks
 from qspec.numerics.clipping import ABSMAX, Clip, clipped_range
-from qspec.numerics.codes import affine_scale, dequantize_blocks, quantize_blocks, range_scale, symmetric_scale
+from qspec.numerics.codes import dequantize_blocks, quantize_blocks, range_scale, symmetric_scale
 from qspec.numerics.formats import NumFormat
-
-__all__ = [
-    "QTensor",
-    "affine_scale",
-    "dequantize_blocks",
-    "quantize_activation_dynamic",
-    "quantize_blocks",
-    "quantize_matrix",
-    "quantize_weight",
-    "symmetric_scale",
-    "tensor_amax",
-]
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from qspec.errors import SourceError
 from qspec.numerics.affine import tensor_amax
 from qspec.numerics.distribution import channel_amax, kurtosis, median, outlier_channels, weight_sqnr_db
 from qspec.progress import Progress
 from qspec.records import LayerStats, LoadedModel
 from qspec.stages.build_plan import layer_scheme
+from qspec.stages.quantize import finite_weight
 
 SCHEMES = ("W8A8", "FP8_DYNAMIC", "W4A16")
 GROUPS = (128, 64, 32, 16)
@@ -129,7 +128,7 @@ def fitting_group(columns: int) -> int | None:
 
 
 def _layer(model: LoadedModel, name: str, stats: LayerStats | None) -> LayerView:
-    w_NK = _weight(model, name)
+    w_NK = finite_weight(model, name)
     rows, columns = w_NK.shape
     group = fitting_group(columns)
     return LayerView(
@@ -140,14 +139,6 @@ def _layer(model: LoadedModel, name: str, stats: LayerStats | None) -> LayerView
         {scheme: _cost(w_NK, scheme, group) for scheme in SCHEMES if group or scheme != "W4A16"},
         None if stats is None else _distribution(stats.inputs_TK[name], stats.amax_K[name]),
     )
-
-
-def _weight(model: LoadedModel, name: str) -> Tensor:
-    """The layer's weight, the only one in float at this time."""
-    weight = model.lm_head() if name == "lm_head" else model.tensors[f"{name}.weight"]
-    if not bool(torch.isfinite(weight).all()):
-        raise SourceError(f"{name}.weight", "holds NaN or infinity", "use an intact checkpoint of the model")
-    return weight.float()
 
 
 def _distribution(x: Tensor, amax_K: Tensor) -> Distribution:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from qspec.bridges.compressed import lint_scale, refuse_tied_head
 from qspec.errors import RecipeError, SourceError
-from qspec.numerics.affine import QTensor, quantize_weight, symmetric_scale, tensor_amax
+from qspec.numerics.affine import QTensor, quantize_weight, tensor_amax
 from qspec.numerics.blocks import PerTensor
 from qspec.numerics.clipping import clipped_range
+from qspec.numerics.codes import symmetric_scale
 from qspec.numerics.kv import static_scale
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, TensorScheme
 from qspec.progress import Progress
@@ -90,7 +91,7 @@ def _per_tensor(scheme: LayerScheme) -> bool:
 def _quantize_unit(
     model: LoadedModel, unit: Sequence[str], scheme: LayerScheme, stats: LayerStats | None, notes: list[str]
 ) -> dict[str, QLinear]:
-    weights = [_finite_weight(model, layer) for layer in unit]
+    weights = [finite_weight(model, layer) for layer in unit]
     quantized = _quantize_weights(weights, scheme.weight)
     input_scale = _input_scale(unit, scheme.activation, stats, notes)
     for layer, weight in zip(unit, quantized, strict=True):
@@ -103,7 +104,8 @@ def _quantize_unit(
     }
 
 
-def _finite_weight(model: LoadedModel, layer: str) -> Tensor:
+def finite_weight(model: LoadedModel, layer: str) -> Tensor:
+    """Weight `[N, K]` of a linear layer, float32; raises `SourceError` if it holds NaN or infinity."""
     weight = model.lm_head() if layer == "lm_head" else model.tensors[f"{layer}.weight"]
     if not bool(torch.isfinite(weight).all()):
         raise SourceError(f"{layer}.weight", "holds NaN or infinity", "use an intact checkpoint of the model")

@@ -7,16 +7,14 @@ import torch
 from torch import Tensor
 
 from qspec.numerics.affine import (
-    affine_scale,
-    dequantize_blocks,
     quantize_activation_dynamic,
-    quantize_blocks,
     quantize_matrix,
     quantize_weight,
     tensor_amax,
 )
 from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken, scale_shape
 from qspec.numerics.clipping import Clip
+from qspec.numerics.codes import affine_scale, dequantize_blocks, quantize_blocks
 from qspec.numerics.formats import FORMATS, FP8_E4M3, FP8_E5M2, INT4, INT8, SCALE_FLOOR, NumFormat
 from tests.numerics.oracle import quantization_args
 

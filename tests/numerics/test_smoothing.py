@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.numerics.affine import dequantize_blocks, quantize_activation_dynamic, quantize_weight
+from qspec.numerics.affine import quantize_activation_dynamic, quantize_weight
 from qspec.numerics.blocks import PerChannel
+from qspec.numerics.codes import dequantize_blocks
 from qspec.numerics.folding import scale_columns
 from qspec.numerics.formats import INT8
 from qspec.numerics.smoothing import output_error, search_strength, smoothing_scale, weights_amax
