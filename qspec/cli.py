@@ -37,6 +37,7 @@ Examples:
   qspec generate runs/smollm2-135m-int8-cpu/pair "Why is the sky blue?"
   qspec check runs/smollm2-135m-int8-cpu/pair
   qspec inspect org/model --calibrate gutenberg    # outliers, and what each scheme would cost, before a recipe
+  qspec sensitivity org/model --bits 5 --bits 6    # error of each scheme by layer, and mixed plans for budgets
   qspec inspect runs/smollm2-135m-int8-cpu/pair    # formats and scales of every layer, after it
 """
 
@@ -231,6 +232,38 @@ def inspect(
         print(json.dumps(as_data(view), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         print(report_text.render(document(view, layers)), end="")
+
+
+@app.command()
+def sensitivity(
+    reference: Annotated[
+        str, typer.Argument(metavar="RECIPE|MODEL", help="Recipe file (its target), or a model as in a recipe.")
+    ],
+    bits: Annotated[
+        list[float] | None,
+        typer.Option(metavar="BITS", help="Budget: mean bits of a weight, scales included. Repeatable. Default 5, 6."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep the scores, or use those that the file keeps.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, with every layer of every plan.")] = False,
+) -> None:
+    """Measure how much each scheme harms each layer, and solve mixed precision for several budgets from one pass.
+
+    A model without a recipe is taken with 16 texts of 256 tokens and the usual candidates; --set changes any of it:
+    --set target.quantization.mixed.metric=kl, --set calibration.samples=8.
+    """
+    from qspec.stages import report_text
+    from qspec.stages.sensitivity_view import as_data, document, look
+
+    if out is not None and out.is_dir():
+        raise OutputError(f"--out {out}", "is a folder", "give the path of the file to write")
+    view = look(reference, tuple(bits or ()), tuple(overrides or ()), out)
+    if as_json:
+        print(json.dumps(as_data(view), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        print(report_text.render(document(view)), end="")
 
 
 @app.command()

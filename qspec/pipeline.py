@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 import shutil
-from tempfile import TemporaryDirectory
 from typing import TypeVar
+
+import torch
 
 from qspec.bridges import compressed, oneshot
 from qspec.bridges.text import calibration_rows
@@ -15,24 +16,15 @@ from qspec.errors import OutputError
 from qspec.nn.decoder import Decoder
 from qspec.progress import Progress, setup_log
 from qspec.provenance import atomic_write, environment, require_space, staged_dir
-from qspec.records import LayerStats, LoadedModel, QuantizedModel, Tokenizer
-from qspec.schema.recipe import (
-    CalibrationSpec,
-    FusionSpec,
-    ModelDraft,
-    ModelSpec,
-    NgramDraft,
-    QuantSpec,
-    Recipe,
-    SelfDraft,
-)
+from qspec.records import LoadedModel, QuantizedModel, Tokenizer
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import CalibrationSpec, FusionSpec, ModelDraft, ModelSpec, NgramDraft, Recipe, SelfDraft
 from qspec.schema.results import Accuracy, Record, Results, Speed
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.types import Drafter
 from qspec.stages.bench import Arm, bench
-from qspec.stages.build_plan import build_plan, needs_statistics, validate_plan
-from qspec.stages.calibrate import calibrate
+from qspec.stages.build_plan import build_plan, validate_plan
 from qspec.stages.check import check, check_tokenizers, read_manifest
 from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
@@ -42,11 +34,11 @@ from qspec.stages.package import package, seal, source_dtype, stored_dtype
 from qspec.stages.pad import match_rows
 from qspec.stages.planned import PlannedPair
 from qspec.stages.preview import admit
-from qspec.stages.quantize import quantize
 from qspec.stages.rehearse import rehearse
 from qspec.stages.report import report
-from qspec.stages.sequential import refine
-from qspec.stages.transform import transform, truncate_layers
+from qspec.stages.store import Store
+from qspec.stages.stream import Job, stream
+from qspec.stages.transform import truncate_layers
 
 R = TypeVar("R", bound=Record)
 
@@ -139,39 +131,29 @@ def quantize_halves(
 
 
 class Calibration:
-    """Calibration text, and the statistics of each model on it, measured once (a self draft shares the target's)."""
+    """Calibration text of a run: token rows, read once and only if something calibrates."""
 
     def __init__(self, spec: CalibrationSpec, tokenizer: Tokenizer, seed: int, progress: Progress) -> None:
-        self._spec, self._tokenizer, self._seed, self.progress = spec, tokenizer, seed, progress
-        self._known: list[tuple[LoadedModel, LayerStats]] = []
+        self.spec, self.seed, self._tokenizer, self.progress = spec, seed, tokenizer, progress
 
     @cached_property
     def rows(self) -> list[list[int]]:
-        """Token rows; read only if something calibrates."""
-        return calibration_rows(self._spec, self._tokenizer, self._seed)
-
-    def statistics(self, model: LoadedModel) -> LayerStats:
-        for known, stats in self._known:
-            if known is model:
-                return stats
-        stats = calibrate(model, self.progress.track(self.rows, "calibrate", len(self.rows), "texts"))
-        self._known.append((model, stats))
-        return stats
+        return calibration_rows(self.spec, self._tokenizer, self.seed)
 
 
 def quantize_model(
-    model: LoadedModel, spec: QuantSpec, fusion: FusionSpec, text: Calibration, work: Path
+    model: LoadedModel, spec: QuantSpec, fusion: FusionSpec, text: Calibration, work: Path, dtype: torch.dtype
 ) -> QuantizedModel:
-    """One model under one plan: calibrate, transform, quantize, fuse."""
+    """One model under one plan: calibrate, transform, quantize, fuse.
+
+    `work` keeps the finished layers, for a run that is killed; `dtype` is of what is not quantized.
+    """
     plan = build_plan(spec)
     if spec.engine == "llmcompressor":
         return fuse(oneshot.quantize(model, spec, plan, text.rows, work))
-    needed = set(needs_statistics(plan.resolve(model.arch.linears()), plan, spec)) - {"gptq"}  # measures for itself
-    model, stats, notes = transform(model, text.statistics(model) if needed else None, spec, fusion, plan)
-    quantized = quantize(model, stats, plan, fusion.share_scales, text.progress)
-    if spec.method == "gptq":
-        quantized = refine(model, quantized, text.rows, text.progress)
-    return fuse(replace(quantized, notes=(*notes, *quantized.notes)))
+    job = Job(spec, fusion, plan, dtype)
+    store = Store(work / "pieces", job.key(model, text.spec, text.seed))
+    return fuse(stream(model, job, lambda: text.rows, store, text.progress))
 
 
 def _half(recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path) -> QuantizedModel:
@@ -180,10 +162,12 @@ def _half(recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration
         if kept.source.get("sha256") == model.source.get("sha256"):
             return kept
     text.progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
-    quantized = quantize_model(model, spec, recipe.fusion, text, folder.parent)
+    work, dtype = folder.with_name(f"{folder.name}.work"), stored_dtype(recipe, model)
+    quantized = quantize_model(model, spec, recipe.fusion, text, work, dtype)
     with staged_dir(folder) as part:
-        compressed.write(quantized, part, stored_dtype(recipe, quantized))
-    return quantized
+        compressed.write(quantized, part, dtype)
+    shutil.rmtree(work)
+    return compressed.read(folder)
 
 
 def quantize_checkpoint(
@@ -193,19 +177,23 @@ def quantize_checkpoint(
     fusion: FusionSpec | None = None,
     progress: Progress | None = None,
 ) -> QuantizedModel:
-    """Quantize one model alone and write it to `out` as a compressed-tensors checkpoint."""
+    """Quantize one model alone and write it to `out` as a compressed-tensors checkpoint.
+
+    Memory holds one layer at a time. A call that was killed goes on where it stopped when it is made again.
+    """
     out, progress = Path(out), progress or Progress()
     validate_plan(build_plan(model.quantization), resolve_arch(model))
     if out.exists():
         raise OutputError(str(out), "exists already", "choose another folder")
     loaded = load(model)
     _make_parents(out)
-    with TemporaryDirectory(dir=out.absolute().parent) as work:
-        text = Calibration(calibration or CalibrationSpec(), loaded.tokenizer, 0, progress)
-        quantized = quantize_model(loaded, model.quantization, fusion or FusionSpec(), text, Path(work))
+    work, dtype = out.with_name(f".{out.name}.work"), source_dtype(loaded.config)
+    text = Calibration(calibration or CalibrationSpec(), loaded.tokenizer, 0, progress)
+    quantized = quantize_model(loaded, model.quantization, fusion or FusionSpec(), text, work, dtype)
     with staged_dir(out) as part:
-        compressed.write(quantized, part, source_dtype(quantized.config))
-    return quantized
+        compressed.write(quantized, part, dtype)
+    shutil.rmtree(work)
+    return compressed.read(out)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Literal
 from qspec.errors import RecipeError
 from qspec.numerics.blocks import Granularity
 from qspec.numerics.clipping import Clip
-from qspec.numerics.formats import NumFormat
+from qspec.numerics.formats import FP8_E4M3, NumFormat
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,15 @@ class TensorScheme:
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """Formats of one linear layer; `activation` None means that its input stays in the compute dtype."""
+    """Formats of one linear layer; `activation` None means that its input stays in the compute dtype.
+
+    outliers: percent of its weights that are kept apart in float.
+    """
 
     name: str
     weight: TensorScheme
     activation: TensorScheme | None = None
+    outliers: float = 0.0
 
     @property
     def static_input(self) -> bool:
@@ -37,26 +41,99 @@ class LayerScheme:
 
 
 @dataclass(frozen=True)
-class KVScheme:
-    """KV-cache format.
+class KVPart:
+    """How keys, or values, are stored.
 
-    `tensor` and `head` are static scales stored with the model; `token_head` is one dynamic scale per token and head.
-    `scales`: `calibrated` from data, or `cast` (1.0).
+    `tensor` and `head` are static scales stored with the model; `token_head` is one dynamic scale per token and head,
+    `channel` one per channel and `group` tokens. `outliers`: percent of magnitudes kept in float16.
+    """
+
+    fmt: NumFormat
+    granularity: Literal["tensor", "head", "token_head", "channel"]
+    group: int = 32
+    piecewise: bool = False
+    outliers: float = 0.0
+
+    @property
+    def stored(self) -> bool:
+        """Whether its scales are stored with the model; else they are made at run time."""
+        return self.granularity in ("tensor", "head")
+
+    @property
+    def label(self) -> str:
+        """Short text for people: `int4 channel g32 piecewise + 1% outliers`."""
+        group = f" g{self.group}" if self.granularity == "channel" else ""
+        outliers = f" + {self.outliers:g}% outliers" if self.outliers else ""
+        return f"{self.fmt.name} {self.granularity}{group}{' piecewise' * self.piecewise}{outliers}"
+
+
+@dataclass(frozen=True)
+class KVScheme:
+    """KV-cache format; `key` and `value` are what differs from `fmt` and `granularity`.
+
+    `scales` of stored ones: `calibrated` from data, `cast` (1.0), or per layer the better one (`auto`, which
+    `stages.kv_choice` resolves into `cast_layers`). Layers are numbers; those of `skip_layers` stay in float.
     """
 
     fmt: NumFormat
     granularity: Literal["tensor", "head", "token_head"]
-    scales: Literal["calibrated", "cast"] = "calibrated"
+    scales: Literal["calibrated", "cast", "auto"] = "calibrated"
+    key: KVPart | None = None
+    value: KVPart | None = None
+    query: Literal["tensor", "head"] | None = None
+    residual: int = 0
+    skip_layers: tuple[int, ...] | Literal["auto"] = ()
+    cast_layers: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[KVPart, KVPart]:
+        """How keys and values are stored."""
+        both = KVPart(self.fmt, self.granularity)
+        return self.key or both, self.value or both
 
     @property
     def stored(self) -> bool:
-        """Whether scales are stored with the model; else each token gets its own at run time."""
-        return self.granularity != "token_head"
+        """Whether scales are stored with the model; else they are made at run time."""
+        return any(part.stored for part in self.parts)
 
     @property
     def calibrated(self) -> bool:
         """Whether stored scales come from data."""
-        return self.stored and self.scales == "calibrated"
+        return self.stored and self.scales != "cast"
+
+    @property
+    def label(self) -> str:
+        """Short text for people: `fp8_e4m3 tensor`, `int4 channel / fp8_e4m3 token_head`."""
+        key, value = (part.label for part in self.parts)
+        return (key if key == value else f"{key} / {value}") + (f", residual {self.residual}" if self.residual else "")
+
+    @property
+    def declared(self) -> bool:
+        """Whether a checkpoint's `kv_cache_scheme` can say it: stored FP8 E4M3 scales, and no float window."""
+        key, value = self.parts
+        return key == value and key.stored and key.fmt == FP8_E4M3 and not self.residual
+
+    @property
+    def open(self) -> bool:
+        """Whether measurements have yet to decide something."""
+        return (self.stored and self.scales == "auto") or self.skip_layers == "auto"
+
+    @property
+    def step(self) -> int:
+        """Tokens that leave the float window together; 0 without a window: each token becomes codes at once."""
+        groups = [part.group for part in self.parts if part.granularity == "channel"]
+        return max(groups, default=WINDOW_STEP if self.residual else 0)
+
+    def boundary(self, start: int) -> int:
+        """Positions that are codes for a token at `start`; later ones are in float."""
+        return max(0, start - self.residual) // self.step * self.step if self.step else start
+
+    def skips(self, layer: int) -> bool:
+        return self.skip_layers != "auto" and layer in self.skip_layers
+
+
+WINDOW_STEP = 32
+"""Tokens that leave a residual window together where no group of channels says so."""
 
 
 @dataclass(frozen=True)

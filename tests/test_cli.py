@@ -16,7 +16,7 @@ import qspec
 from qspec import cli, pipeline
 from qspec.errors import IntegrityError
 from qspec.spec.types import Generation, StepRecord
-from tests.tiny import tiny_model
+from tests.tiny import TEXT, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = str(ROOT / "recipes" / "llama-3.1-8b-fp8-h100.yaml")
@@ -56,6 +56,11 @@ def test_help_names_the_first_three_commands_and_loads_nothing_heavy():
         (["inspect", str(ROOT)], "config.json"),
         (["inspect", "org/model", "--calibrate", "no-such-data"], "no-such-data"),
         (["inspect", "org/model", "--html", str(ROOT)], "is a folder"),
+        (["sensitivity", "no-such-model"], "no-such-model"),
+        (["sensitivity", "nope.yaml"], "does not exist"),
+        (["sensitivity", RECIPE, "--bits", "0"], "--bits 0"),
+        (["sensitivity", RECIPE, "--bits", "3", "--set", "target.quantization.group_size=64"], "reach 4.500"),
+        (["sensitivity", RECIPE, "--out", str(ROOT)], "is a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments: list[str], part: str, capsys: Capture):
@@ -157,6 +162,25 @@ def test_inspect_prints_tables_or_json_and_writes_the_page(tmp_path: Path, capsy
     assert "1.mlp.down_proj" not in short
     assert cli.main(["inspect", model, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["layers"]) == 15
+
+
+def test_sensitivity_prints_tables_or_json_and_keeps_scores(tmp_path: Path, capsys: Capture):
+    """Would catch budgets that do not arrive, plans that are not one per budget, and scores that are not kept."""
+    model, text, kept = str(tiny_model("llama", tmp_path / "model")), tmp_path / "text.txt", tmp_path / "scores.json"
+    text.write_text("\n\n".join([TEXT] * 12), encoding="utf-8")
+    data = f"calibration={{data: [{{name: '{text}'}}], samples: 4, length: 32}}"
+    call = ["sensitivity", model, "--set", data, "--bits", "6", "--bits", "8.5", "--out", str(kept)]
+    assert cli.main(call) == 0
+    shown = capsys.readouterr().out
+    assert "W4A16 g64" in shown
+    assert "1.self_attn.{q,k,v}_proj" in shown
+    written = kept.read_bytes()
+    assert cli.main([*call, "--json"]) == 0
+    view = json.loads(capsys.readouterr().out)
+    assert kept.read_bytes() == written
+    assert [plan["budget"]["bits"] for plan in view["plans"]] == [6, 8.5]
+    assert view["plans"][0]["bits"] <= 6
+    assert view["plans"][1]["error"] < view["plans"][0]["error"]
 
 
 def test_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capture):

@@ -14,6 +14,7 @@ from qspec.nn.decoder import Decoder
 from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
+from qspec.stages import stream
 from tests.jobs import INT4, INT8, NGRAM_DRAFT, SELF_DRAFT, job
 from tests.served import IDS, logits, transformers_model
 from tests.tiny import TEXT, tiny_model
@@ -180,7 +181,8 @@ def test_error_feedback_reaches_the_checkpoint_and_the_notes(
     """Catches `method: gptq` that rounds to nearest after all, or measures ranges that nothing reads."""
     (tmp_path / "text.txt").write_text("\n\n".join([TEXT] * 12), encoding="utf-8")
     calibration = {"data": [{"name": str(tmp_path / "text.txt")}], "samples": 4, "length": 64}
-    monkeypatch.setattr(pipeline, "calibrate", lambda *_: pytest.fail("W4A16 without smoothing needs no ranges"))
+    never = "W4A16 without smoothing needs no ranges"
+    monkeypatch.setattr(stream, "calibrate_piece", lambda *_: pytest.fail(never))
     fields: dict[str, Any] = {"scheme": "W4A16", "group_size": 32, "calibration": calibration}
     plain = qspec.quantize(str(model), tmp_path / "plain", **fields)
     fed = qspec.quantize(str(model), tmp_path / "fed", method="gptq", **fields)

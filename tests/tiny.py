@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+NEWER_KINDS = ("gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe")
+"""Post-norms, windows and rotary bases by layer, layers stored as one, mixtures of experts."""
 VOCAB_SIZE = 300
 SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<|user|>", "<|assistant|>")  # ids 0 … 4
 CHAT_TEMPLATE = (
@@ -37,6 +39,41 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 32},
     "gemma": {"tie_word_embeddings": True, "head_dim": 32},
+    "gemma2": {
+        "tie_word_embeddings": True,
+        "head_dim": 32,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "head_dim": 32,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    },
+    "phi3": {
+        "tie_word_embeddings": False,
+        "sliding_window": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    },
+    "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {
+        "tie_word_embeddings": False,
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [0],
+    },
 }
 
 
@@ -92,8 +129,8 @@ def _randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 2:
-                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+            if parameter.dim() >= 2:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
             elif name.endswith("norm.weight"):
                 parameter.add_(0.2 * noise)
             else:

@@ -1,10 +1,12 @@
 """Checkpoints in the compressed-tensors layout: what vLLM and transformers load, written and read back exactly.
 
 Names: `X.weight` (8-bit codes) or `X.weight_packed` + `X.weight_shape` (INT4), `X.weight_scale`, `X.input_scale`
-(static only), `model.layers.N.self_attn.k_scale` / `v_scale`. Multiply by a scale to dequantize; scales are float32.
+(static only), `model.layers.N.self_attn.k_scale` / `v_scale` / `q_scale`. Multiply by a scale to dequantize; scales are
+float32.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 import json
 from pathlib import Path
@@ -14,24 +16,34 @@ import torch
 from torch import Tensor
 
 from qspec.bridges import hf, quant_config, sidecar
-from qspec.bridges.layout import require_tensors
-from qspec.bridges.tensors import SINGLE, read_tensors, write_tensors
+from qspec.bridges.layout import require_tensors, split_stored, stored_as, stored_items, stored_rows, stored_schemes
+from qspec.bridges.tensors import LazyTensors, read_tensors, write_shards
 from qspec.errors import OutputError, RecipeError, SourceError
+from qspec.nn.linear import joined_rows, merge_obstacle, taken_rows
 from qspec.numerics.affine import QTensor, quantize_matrix
 from qspec.numerics.blocks import scale_shape
 from qspec.numerics.formats import INT4, SCALE_FLOOR
+from qspec.numerics.outliers import SparseMatrix
 from qspec.numerics.packing import pack_int4, unpack_int4
-from qspec.plan import LayerScheme, QuantPlan
-from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel
+from qspec.plan import KVScheme, LayerScheme, QuantPlan
+from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel, layer_number
 
-_KV = ("k_scale", "v_scale")
+_KV = ("k_scale", "v_scale", "q_scale")
+_OUTLIERS = ("weight_outlier_indptr", "weight_outlier_indices", "weight_outlier_values")
+_CODES = ("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "input_scale", "bias")
+_PARTS = (*_CODES, *_OUTLIERS)
 
 
 def write(model: QuantizedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Write a checkpoint folder; what is not quantized is stored as `dtype`. No tensor is dropped or renamed."""
+    """Write a checkpoint folder; what is not quantized is stored as `dtype`. Names are those of the architecture."""
     refuse_tied_head(model.arch, model.linears)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / SINGLE, dict(_all_tensors(model, dtype)))
+    write_shards(folder, stored_tensors(model, dtype))
+    write_metadata(model, folder, dtype)
+
+
+def write_metadata(model: QuantizedModel, folder: Path, dtype: torch.dtype) -> None:
+    """All files of a checkpoint but its tensors."""
     _write_json(folder / "config.json", _config(model, dtype))
     _write_json(folder / "generation_config.json", _generation_config(model))
     (folder / sidecar.NAME).write_text(sidecar.encode(model), encoding="utf-8")
@@ -62,20 +74,21 @@ def read(folder: Path) -> QuantizedModel:
 def _read(folder: Path) -> QuantizedModel:
     config = hf.read_config(folder)
     quantization = config.pop("quantization_config", None)
-    arch = hf.arch_from_config(config)
     path = folder / sidecar.NAME
     body = sidecar.parse(path.read_text(encoding="utf-8") if path.is_file() else None)
+    arch = replace(hf.arch_from_config(config), down_hadamard=_down_hadamard(quantization or {}, body))
     kv = quant_config.decode_kv((quantization or {}).get("kv_cache_scheme"))
-    schemes, group_of = quant_config.decode(quantization, arch.linears()) if quantization else ({}, {})
+    stored_layers = dict.fromkeys(stored_as(arch, layer) for layer in arch.linears())
+    schemes, group_of = quant_config.decode(quantization, stored_layers) if quantization else ({}, {})
     schemes = sidecar.named(body, schemes)
-    resolved = {layer: _scheme(schemes, group_of.get(layer)) for layer in arch.linears()}
+    resolved = {layer: _scheme(schemes, group_of.get(stored_as(arch, layer))) for layer in arch.linears()}
     plan = sidecar.plan(body, schemes, kv) if body else quant_config.canonical_plan(resolved, kv)
     stored = _Reader(read_tensors(folder), folder)
-    linears = {layer: _read_linear(stored, layer, scheme) for layer, scheme in resolved.items() if scheme}
-    k_scale, v_scale = ({} if kv is None else _read_kv(stored, arch.n_layers, name) for name in _KV)
+    linears = _Linears(arch, stored, {layer: scheme for layer, scheme in resolved.items() if scheme})
+    k_scale, v_scale, q_scale = (_read_kv(stored, arch, plan.kv, name) for name in _KV)
     return QuantizedModel(
         arch,
-        stored.rest(),
+        stored.rest(arch, linears),
         linears,
         plan,
         config,
@@ -85,7 +98,13 @@ def _read(folder: Path) -> QuantizedModel:
         v_scale,
         sidecar.fusion(body),
         tuple(body.get("notes", ())),
+        q_scale,
     )
+
+
+def _down_hadamard(quantization: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
+    """`ArchMap.down_hadamard`: a half with nothing quantized has only its sidecar to say so."""
+    return quant_config.decode_transforms(quantization.get("transform_config") or {}) or bool(body.get("down_hadamard"))
 
 
 def _shapes(model: QuantizedModel) -> dict[str, tuple[int, ...]]:
@@ -100,8 +119,10 @@ def _shapes(model: QuantizedModel) -> dict[str, tuple[int, ...]]:
 
 def quantization_config(model: QuantizedModel) -> dict[str, Any] | None:
     """The `quantization_config` that `write` puts into `config.json`."""
-    resolved = model.plan.resolve(model.arch.linears())
-    return quant_config.encode(resolved, model.plan.kv, metadata.version("compressed-tensors"))
+    resolved = stored_schemes(model.arch, model.plan.resolve(model.arch.linears()))
+    config = quant_config.encode(resolved, model.plan.kv, metadata.version("compressed-tensors"))
+    transforms = quant_config.encode_transforms(model.arch.down_hadamard)
+    return config | {"transform_config": transforms} if config and transforms else config
 
 
 def refuse_tied_head(arch: ArchMap, layers: Container[str]) -> None:
@@ -122,18 +143,32 @@ def lint_scale(name: str, scale: Tensor) -> None:
         raise OutputError(name, rule, "look for NaN or all-zero weights in the source model")
 
 
-def _all_tensors(model: QuantizedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in model.tensors.items():
+def stored_tensors(model: QuantizedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint by its name on disk, made when it is asked for."""
+    for name, tensor in stored_items(model.arch, model.tensors.items(), _joined_rows, ".weight"):
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
-    for layer, linear in model.linears.items():
+    for layer, linear in stored_items(model.arch, model.linears.items(), _joined):
         for name, tensor in _linear_tensors(linear, dtype):
             if name.endswith("_scale"):
                 lint_scale(f"{layer}.{name}", tensor)
             yield f"{layer}.{name}", tensor
-    for name, scales in zip(_KV, (model.k_scale, model.v_scale), strict=True):
+    for name, scales in zip(_KV, (model.k_scale, model.v_scale, model.q_scale), strict=True):
         for layer, scale in scales.items():
             lint_scale(f"{layer}.{name}", scale)
             yield f"{layer}.{name}", scale.float() if scale.numel() == 1 else scale.float().reshape(-1, 1, 1)
+
+
+def _joined_rows(_: str, members: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(members))
+
+
+def _joined(stored: str, members: Sequence[QLinear]) -> QLinear:
+    """Layers that the architecture stores as one."""
+    obstacle = merge_obstacle(members)
+    if obstacle is not None:
+        rule = f"is stored as one layer, but of its parts {obstacle}"
+        raise OutputError(stored, rule, "set fusion.share_scales: true, and one scheme for all of them")
+    return joined_rows(members)
 
 
 def _linear_tensors(linear: QLinear, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -149,6 +184,9 @@ def _linear_tensors(linear: QLinear, dtype: torch.dtype) -> Iterator[tuple[str, 
         yield "weight_zero_point", pack_int4(zero.T).T if weight.fmt == INT4 else zero
     if linear.input_scale is not None:
         yield "input_scale", linear.input_scale.float()
+    if linear.outliers is not None:
+        sparse = linear.outliers
+        yield from zip(_OUTLIERS, (sparse.indptr, sparse.stored_indices, sparse.values), strict=True)
     if linear.bias is not None:
         yield "bias", linear.bias.to(dtype)
 
@@ -173,11 +211,10 @@ def _generation_config(model: QuantizedModel) -> dict[str, Any]:
 
 
 class _Reader:
-    """Hands out stored tensors by name and remembers which, so that the others can be kept."""
+    """Hands out stored tensors by name."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    def __init__(self, tensors: LazyTensors, folder: Path) -> None:
         self._tensors, self._folder = tensors, folder
-        self._taken: set[str] = set()
 
     def take(self, name: str) -> Tensor:
         found = self.find(name)
@@ -188,18 +225,40 @@ class _Reader:
         return found
 
     def find(self, name: str) -> Tensor | None:
-        if name not in self._tensors:
-            return None
-        self._taken.add(name)
-        return self._tensors[name]
+        return self._tensors.get(name)
 
-    def rest(self) -> dict[str, Tensor]:
-        """What nothing asked for; scales among it belong to codes that would be taken for floats."""
-        for name in self._tensors:
-            if name not in self._taken and name.endswith((".weight_scale", ".weight_packed")):
+    def rest(self, arch: ArchMap, linears: Iterable[str]) -> Mapping[str, Tensor]:
+        """What is no part of `linears`, nor a KV scale; codes among it would be taken for floats."""
+        stored = {stored_as(arch, layer) for layer in linears}
+        names = [name for name in self._tensors if not _is_part(name, stored)]
+        for name in names:
+            if name.endswith((".weight_scale", ".weight_packed", *_OUTLIERS)):
                 rule = "is stored, but config.json leaves this layer in float"
                 raise SourceError(f"{self._folder}: {name}", rule, "quantize the model again, or fetch an intact copy")
-        return {name: self._tensors[name] for name in self._tensors if name not in self._taken}
+        return split_stored(arch, self._tensors.without(set(self._tensors) - set(names)))
+
+
+class _Linears(Mapping[str, QLinear]):
+    """Quantized layers of a checkpoint; each is decoded when it is asked for, so that none need stay in memory."""
+
+    def __init__(self, arch: ArchMap, stored: _Reader, schemes: Mapping[str, LayerScheme]) -> None:
+        self._arch, self._stored, self._schemes = arch, stored, schemes
+
+    def __getitem__(self, layer: str) -> QLinear:
+        whole = _read_linear(self._stored, stored_as(self._arch, layer), self._schemes[layer])
+        rows = stored_rows(self._arch, layer)
+        return whole if rows is None else taken_rows(whole, *rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._schemes)
+
+    def __len__(self) -> int:
+        return len(self._schemes)
+
+
+def _is_part(name: str, linears: Container[str]) -> bool:
+    layer, _, part = name.rpartition(".")
+    return (layer in linears and part in _PARTS) or part in _KV
 
 
 def _scheme(schemes: Mapping[str, LayerScheme], group: str | None) -> LayerScheme | None:
@@ -221,7 +280,22 @@ def _read_linear(stored: _Reader, layer: str, scheme: LayerScheme) -> QLinear:
     scale = scale.reshape(scale_shape((n, k), scheme.weight.granularity))
     weight = QTensor(codes, scale, None if zero is None else zero.float(), fmt, scheme.weight.granularity)
     input_scale = _floored(stored.take(f"{layer}.input_scale")).reshape(1) if scheme.static_input else None
-    return QLinear(_requantized(weight), scheme.activation, input_scale, stored.find(f"{layer}.bias"))
+    bias, outliers = stored.find(f"{layer}.bias"), _read_outliers(stored, layer, scheme, (n, k))
+    return QLinear(_requantized(weight), scheme.activation, input_scale, bias, outliers)
+
+
+def _read_outliers(stored: _Reader, layer: str, scheme: LayerScheme, shape: tuple[int, int]) -> SparseMatrix | None:
+    """The weights kept apart, also where only the tensors tell of them; raises `SourceError` if they do not fit."""
+    if not scheme.outliers and stored.find(f"{layer}.{_OUTLIERS[-1]}") is None:
+        return None
+    indptr, indices, values = (stored.take(f"{layer}.{part}") for part in _OUTLIERS)
+    try:
+        matrix = SparseMatrix(indptr, indices.int(), values, shape[1])
+        if matrix.shape != shape:
+            raise ValueError(f"{matrix.shape[0]} rows, the weight has {shape[0]}")
+    except ValueError as error:
+        raise SourceError(f"{layer}.{_OUTLIERS[0]}", str(error), "quantize the model again") from error
+    return matrix
 
 
 def _requantized(weight: QTensor) -> QTensor:
@@ -236,8 +310,11 @@ def _floored(scale: Tensor) -> Tensor:
     return scale.float().clamp_min(SCALE_FLOOR)
 
 
-def _read_kv(stored: _Reader, n_layers: int, name: str) -> dict[str, Tensor]:
-    layers = [f"model.layers.{i}.self_attn" for i in range(n_layers)]
+def _read_kv(stored: _Reader, arch: ArchMap, kv: KVScheme | None, name: str) -> dict[str, Tensor]:
+    """Scales of the layers that have stored ones."""
+    if kv is None or not dict(zip(_KV, (*(part.stored for part in kv.parts), kv.query), strict=True))[name]:
+        return {}
+    layers = [f"{layer}.self_attn" for layer in arch.layers if not kv.skips(layer_number(layer))]
     return {layer: _floored(stored.take(f"{layer}.{name}")).reshape(-1) for layer in layers}
 
 

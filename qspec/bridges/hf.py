@@ -46,7 +46,8 @@ def _arch(kind: str, typed: Any) -> ArchMap:
     if kv_heads < 1 or heads % kv_heads:
         raise SourceError(f"{heads} heads, {kv_heads} KV heads", "heads must be a multiple of KV heads", FIX_CONFIG)
     inv_freq, rope_factor = _rope(kind, typed)
-    bias = bool(getattr(typed, "attention_bias", False))
+    window, full = _windows(kind, typed)
+    bias, gemma = bool(getattr(typed, "attention_bias", False)), kind.startswith("gemma")
     return ArchMap(
         model_type=kind,
         architecture=_architecture(typed),
@@ -61,17 +62,53 @@ def _arch(kind: str, typed: Any) -> ArchMap:
         rope_inv_freq=inv_freq,
         rope_factor=rope_factor,
         norm_eps=float(typed.rms_norm_eps),
-        norm_offset=1.0 if kind == "gemma" else 0.0,
-        embed_scale=hidden**0.5 if kind == "gemma" else 1.0,
+        norm_offset=1.0 if gemma else 0.0,
+        embed_scale=hidden**0.5 if gemma else 1.0,
         activation=_activation(kind, typed),
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
         qkv_bias=kind == "qwen2" or bias,
         o_bias=kind != "qwen2" and bias,
         mlp_bias=bool(getattr(typed, "mlp_bias", False)),
         tied=bool(typed.tie_word_embeddings),
-        sliding_window=_window(kind, typed),
+        sliding_window=window,
+        full_attention=full,
+        window_inv_freq=_window_rope(kind, typed) if window else (),
         eos_ids=_eos_ids(typed.eos_token_id),
+        **_post_normed(kind, typed),
+        **_mixture(kind, typed),
     )
+
+
+def _post_normed(kind: str, typed: Any) -> dict[str, Any]:
+    """What Gemma 2 and 3 have and no other kind."""
+    if kind not in ("gemma2", "gemma3_text"):
+        return {}
+    attention_cap, logit_cap = typed.attn_logit_softcapping, typed.final_logit_softcapping
+    if kind == "gemma3_text" and attention_cap is not None:
+        rule = "is not supported: transformers ignores it for this type"
+        raise SourceError(f"model_type {kind!r} with attn_logit_softcapping", rule, USE_SUPPORTED)
+    return {
+        "post_norms": True,
+        "attention_scale": float(typed.query_pre_attn_scalar) ** -0.5,
+        "attention_softcap": None if attention_cap is None else float(attention_cap),
+        "logit_softcap": None if logit_cap is None else float(logit_cap),
+    }
+
+
+def _mixture(kind: str, typed: Any) -> dict[str, Any]:
+    """Sizes and rules of a mixture of experts; empty for a model without."""
+    if kind not in ("mixtral", "qwen3_moe") or not int(typed.num_local_experts):
+        return {}
+    mixtral = kind == "mixtral"
+    layers = range(0 if mixtral else int(typed.num_hidden_layers))
+    dense = [i for i in layers if i in typed.mlp_only_layers or (i + 1) % int(typed.decoder_sparse_step)]
+    return {
+        "n_experts": int(typed.num_local_experts),
+        "experts_per_token": int(typed.num_experts_per_tok),
+        "expert_size": int(typed.intermediate_size if mixtral else typed.moe_intermediate_size),
+        "normed_routing": mixtral or bool(typed.norm_topk_prob),
+        "dense_layers": tuple(dense),
+    }
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -259,29 +296,49 @@ def _head_dim(typed: Any) -> int:
 
 
 def _rope(kind: str, typed: Any) -> tuple[tuple[float, ...], float]:
-    """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin, by transformers' own functions.
+    """Inverse frequencies of the rotated dimensions and the factor on cos and sin, by transformers' own functions.
 
     `dynamic` equals no scaling up to `max_position_embeddings`, and no longer context is ever used; the others do not
     depend on the length. `longrope` does, and is refused.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = dict(typed.rope_parameters or {})
+    by_type = kind == "gemma3_text"
+    parameters = dict((typed.rope_parameters["full_attention"] if by_type else typed.rope_parameters) or {})
     method = str(parameters.get("rope_type", "default"))
     if method not in ROPE_TYPES:
         fix = "use a model with rotary scaling " + ", ".join(ROPE_TYPES)
-        raise SourceError(f"model_type {kind!r} with rope_type {method!r}", "is not supported", fix)
-    if float(parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+        rule = "is not supported" + (": its frequencies change with the text's length" if method == "longrope" else "")
+        raise SourceError(f"model_type {kind!r} with rope_type {method!r}", rule, fix)
+    rotated = float(parameters.get("partial_rotary_factor", 1.0))
+    if rotated != 1.0 and (kind != "phi3" or not 0 < rotated < 1):
         raise SourceError(f"model_type {kind!r} with partial_rotary_factor", "heads are rotated whole", USE_SUPPORTED)
     if method == "default":
-        steps = torch.arange(0, _head_dim(typed), 2, dtype=torch.int64).float() / _head_dim(typed)
-        return tuple((1.0 / float(parameters["rope_theta"]) ** steps).tolist()), 1.0
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[method](typed, torch.device("cpu"))
+        return _frequencies(int(_head_dim(typed) * rotated), float(parameters["rope_theta"])), 1.0
+    options = {"layer_type": "full_attention"} if by_type else {}
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[method](typed, torch.device("cpu"), **options)
     return tuple(inv_freq.tolist()), float(factor)
 
 
+def _window_rope(kind: str, typed: Any) -> tuple[float, ...]:
+    """Inverse frequencies of layers with a window, where these have their own; else empty."""
+    if kind != "gemma3_text":
+        return ()
+    parameters = dict(typed.rope_parameters["sliding_attention"])
+    method = str(parameters.get("rope_type", "default"))
+    if method != "default":
+        rule = "is not supported for sliding_attention"
+        raise SourceError(f"model_type {kind!r} with rope_type {method!r}", rule, "use rope_type default there")
+    return _frequencies(_head_dim(typed), float(parameters["rope_theta"]))
+
+
+def _frequencies(dimensions: int, base: float) -> tuple[float, ...]:
+    steps = torch.arange(0, dimensions, 2, dtype=torch.int64).float() / dimensions
+    return tuple((1.0 / base**steps).tolist())
+
+
 def _activation(kind: str, typed: Any) -> Literal["silu", "gelu_tanh"]:
-    name = str(typed.hidden_act)
+    name = str(typed.hidden_activation if kind in ("gemma2", "gemma3_text") else typed.hidden_act)
     if name in ("silu", "swish"):
         return "silu"
     if name in ("gelu_pytorch_tanh", "gelu_new"):
@@ -291,16 +348,17 @@ def _activation(kind: str, typed: Any) -> Literal["silu", "gelu_tanh"]:
     )
 
 
-def _window(kind: str, typed: Any) -> int | None:
-    """Sliding window that all layers share, or None. Layers that differ are refused."""
+def _windows(kind: str, typed: Any) -> tuple[int | None, tuple[int, ...]]:
+    """Sliding window, or None, and the numbers of the layers that it does not bind."""
     if getattr(typed, "use_bidirectional_attention", None):
         raise SourceError(f"model_type {kind!r} with bidirectional attention", "is not causal", USE_SUPPORTED)
-    types = sorted(set(getattr(typed, "layer_types", None) or ()))
-    if len(types) > 1:
-        rule = "is not supported: layers must not differ in attention"
-        raise SourceError(f"model_type {kind!r} with {' and '.join(types)}", rule, USE_SUPPORTED)
-    window = getattr(typed, "sliding_window", None)
-    return None if window is None or types == ["full_attention"] else int(window)
+    window, types = getattr(typed, "sliding_window", None), list(getattr(typed, "layer_types", None) or ())
+    for unknown in sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise SourceError(f"model_type {kind!r} with {unknown}", "is not supported", USE_SUPPORTED)
+    full = tuple(i for i, name in enumerate(types) if name == "full_attention")
+    if window is None or (types and len(full) == len(types)):
+        return None, ()
+    return int(window), full
 
 
 def _architecture(typed: Any) -> str:

@@ -1,24 +1,37 @@
-"""Tensor names and shapes that an architecture promises, and the check that a checkpoint keeps them."""
+"""Tensor names and shapes that an architecture promises, the check that a checkpoint keeps them, and its own names.
 
-from collections.abc import Mapping
+In memory every linear layer has its own weight, and mixtures have one spelling. On disk Phi-3 stores q/k/v and gate/up
+as one layer each, and Mixtral says `block_sparse_moe.experts.0.w1`: what transformers and vLLM load.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from typing import TypeVar
 
 import torch
 
 from qspec.bridges.support import USE_SUPPORTED
-from qspec.bridges.tensors import LazyTensors
+from qspec.bridges.tensors import LazyTensors, Part
 from qspec.errors import SourceError
-from qspec.records import LAYER_LINEARS, ArchMap
+from qspec.records import ArchMap, fused_with
+
+V = TypeVar("V")
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = ("F32", "F16", "BF16", "F64")
+_STORED_AS_ONE = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | dict.fromkeys(
+    ("gate_proj", "up_proj"), "gate_up_proj"
+)
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_EXPERT = re.compile(r"(.+\.)mlp\.(experts\.\d+\.)(\w+)")
 _GIVE_ALL = "give the complete weights that belong to this config.json"
 
 
 def tensor_shapes(arch: ArchMap) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a float model by name (no `lm_head.weight` when tied), in forward order."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (arch.vocab_size, arch.hidden_size)}
-    for i in range(arch.n_layers):
-        shapes |= _layer_shapes(arch, f"model.layers.{i}")
+    for layer in arch.layers:
+        shapes |= _layer_shapes(arch, layer)
     shapes["model.norm.weight"] = (arch.hidden_size,)
     if not arch.tied:
         shapes[HEAD] = (arch.vocab_size, arch.hidden_size)
@@ -47,6 +60,7 @@ def require_tensors(source: str, arch: ArchMap, found: Mapping[str, tuple[int, .
 
 def select_tensors(source: str, tensors: LazyTensors, arch: ArchMap) -> LazyTensors:
     """A float checkpoint's tensors without what old files repeat (rotary buffers, a tied head); checked."""
+    tensors = split_stored(arch, tensors)
     drop = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
     if arch.tied and HEAD in tensors and EMBEDDING in tensors:
         if not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
@@ -62,21 +76,107 @@ def select_tensors(source: str, tensors: LazyTensors, arch: ArchMap) -> LazyTens
     return kept
 
 
+def stored_as(arch: ArchMap, layer: str) -> str:
+    """Name on disk of what holds a linear layer or router."""
+    block, _, part = layer.rpartition(".")
+    if arch.model_type == "phi3" and part in _STORED_AS_ONE:
+        return f"{block}.{_STORED_AS_ONE[part]}"
+    if arch.model_type == "mixtral":
+        expert = _EXPERT.fullmatch(layer)
+        if expert:
+            return f"{expert[1]}block_sparse_moe.{expert[2]}{_MIXTRAL[expert[3]]}"
+        return layer.replace(".mlp.gate", ".block_sparse_moe.gate")
+    return layer
+
+
+def stored_rows(arch: ArchMap, layer: str) -> tuple[int, int] | None:
+    """Which rows of what is on disk are this layer, `(start, stop)`; None: all, it is stored alone."""
+    if stored_as(arch, layer) == layer or arch.model_type != "phi3":
+        return None
+    group = fused_with(layer)
+    sizes = [arch.linear_shape(mate)[0] for mate in group]
+    i = group.index(layer)
+    return sum(sizes[:i]), sum(sizes[: i + 1])
+
+
+def stored_schemes(arch: ArchMap, resolved: Mapping[str, V]) -> dict[str, V | None]:
+    """What linear layers have, by their names on disk; the routers, which are never quantized, have None."""
+    routers = {stored_as(arch, router): None for router in arch.routers()}
+    return {stored_as(arch, layer): found for layer, found in resolved.items()} | routers
+
+
+def stored_items(
+    arch: ArchMap, items: Iterable[tuple[str, V]], join: Callable[[str, Sequence[V]], V], suffix: str = ""
+) -> Iterator[tuple[str, V]]:
+    """`items` by their names on disk, those that are stored as one joined in order; all of these must be there.
+
+    `suffix`: what follows a layer's name in the names given, and in those made.
+    """
+    waiting: dict[str, V] = {}
+    for name, item in items:
+        layer = name.removesuffix(suffix)
+        stored = stored_as(arch, layer) + name[len(layer) :]
+        if stored_rows(arch, layer) is None:
+            yield stored, item
+            continue
+        waiting[layer] = item
+        group = fused_with(layer)
+        if all(mate in waiting for mate in group):
+            yield stored, join(stored, [waiting.pop(mate) for mate in group])
+    assert not waiting, f"{list(waiting)} are stored with layers that are missing"
+
+
+def split_stored(arch: ArchMap, tensors: LazyTensors) -> LazyTensors:
+    """A checkpoint's float weights by their names in memory; experts may also be stacked, as transformers has them."""
+    parts: dict[str, Part] = {}
+    for layer in [*arch.linears(), *arch.routers()]:
+        part = _stored_part(arch, layer)
+        if part.stored in tensors and part != Part(f"{layer}.weight"):
+            parts[f"{layer}.weight"] = part
+        elif (stacked := _stacked_part(arch, layer)) and stacked.stored in tensors:
+            parts[f"{layer}.weight"] = stacked
+    return tensors.divided(parts) if parts else tensors
+
+
+def _stored_part(arch: ArchMap, layer: str) -> Part:
+    """Where a layer's weight is; the last one of several has all that is left, so that a row too many shows."""
+    start, stop = stored_rows(arch, layer) or (0, None)
+    group = fused_with(layer)
+    return Part(f"{stored_as(arch, layer)}.weight", None, start, None if group and layer == group[-1] else stop)
+
+
+def _stacked_part(arch: ArchMap, layer: str) -> Part | None:
+    expert = _EXPERT.fullmatch(layer)
+    if not expert:
+        return None
+    block, number, size = f"{expert[1]}mlp.experts", int(expert[2].split(".")[1]), arch.expert_size
+    match expert[3]:
+        case "gate_proj":
+            return Part(f"{block}.gate_up_proj", number, 0, size)
+        case "up_proj":
+            return Part(f"{block}.gate_up_proj", number, size)
+        case _:
+            return Part(f"{block}.down_proj", number)
+
+
 def _layer_shapes(arch: ArchMap, layer: str) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in LAYER_LINEARS:
-        out, into = arch.linear_shape(f"{layer}.{part}")
-        shapes[f"{layer}.{part}.weight"] = (out, into)
-        if _has_bias(arch, part):
-            shapes[f"{layer}.{part}.bias"] = (out,)
-    for norm in ("input_layernorm", "post_attention_layernorm"):
+    for name in arch.layer_linears(layer):
+        out, into = arch.linear_shape(name)
+        shapes[f"{name}.weight"] = (out, into)
+        if _has_bias(arch, name):
+            shapes[f"{name}.bias"] = (out,)
+    if router := arch.router(layer):
+        shapes[f"{router}.weight"] = (arch.n_experts, arch.hidden_size)
+    post = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if arch.post_norms else ()
+    for norm in ("input_layernorm", "post_attention_layernorm", *post):
         shapes[f"{layer}.{norm}.weight"] = (arch.hidden_size,)
     if arch.qk_norm:
         shapes |= {f"{layer}.self_attn.{x}_norm.weight": (arch.head_dim,) for x in "qk"}
     return shapes
 
 
-def _has_bias(arch: ArchMap, part: str) -> bool:
-    if part.startswith("mlp."):
+def _has_bias(arch: ArchMap, name: str) -> bool:
+    if ".mlp." in name:
         return arch.mlp_bias
-    return arch.o_bias if part.endswith("o_proj") else arch.qkv_bias
+    return arch.o_bias if name.endswith("o_proj") else arch.qkv_bias

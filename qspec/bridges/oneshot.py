@@ -13,11 +13,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from qspec.bridges import compressed, quant_config
+from qspec.bridges.layout import stored_schemes
 from qspec.errors import RecipeError
 from qspec.numerics.blocks import PerGroup
-from qspec.plan import LayerScheme, QuantPlan
+from qspec.plan import KVScheme, LayerScheme, QuantPlan
 from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel
-from qspec.schema.recipe import QuantSpec
+from qspec.schema.quantization import QuantSpec
 
 SMOOTHING_STRENGTH = 0.8
 AUTOROUND_STEPS = 200
@@ -38,7 +39,7 @@ def quantize(
     source, result = workdir / "float", workdir / "quantized"
     try:
         compressed.write_float(model, source, torch.float32)
-        _run(source, result, spec.method, _settings(resolved, plan), rows)
+        _run(source, result, spec.method, _settings(stored_schemes(model.arch, resolved), plan), rows)
         read = compressed.read(result)
     finally:
         for folder in (source, result):
@@ -61,17 +62,34 @@ def refuse(arch: ArchMap, spec: QuantSpec, plan: QuantPlan, rows: list[list[int]
     resolved = plan.resolve(arch.linears())
     schemes = {layer: scheme for layer, scheme in resolved.items() if scheme is not None}
     compressed.refuse_tied_head(arch, schemes)
+    if arch.n_experts:
+        raise RecipeError(
+            f"engine llmcompressor with {arch.model_type}",
+            "experts are quantized here only by qspec",
+            "use engine: qspec",
+        )
     if spec.method == "autoround" and "lm_head" in schemes:
         raise RecipeError("lm_head", "is outside the blocks that autoround tunes", "add lm_head to ignore")
-    if plan.kv is not None and plan.kv.granularity != "token_head" and plan.kv.scales == "cast":
-        raise RecipeError(
-            "kv scales: cast", "llm-compressor always calibrates", "use scales: calibrated, or engine: qspec"
-        )
+    _refuse_kv(plan.kv)
     static = any(s.activation and not s.activation.dynamic for s in schemes.values())
     if not rows and (spec.method != "rtn" or static or quant_config.encode_kv(plan.kv)):
         raise RecipeError(f"method {spec.method}", "needs calibration data", "give calibration rows")
     for layer, scheme in schemes.items():
         _refuse_layer(layer, scheme, arch.linear_shape(layer)[1], spec.method)
+
+
+def _refuse_kv(kv: KVScheme | None) -> None:
+    """Stored scales are the library's to calibrate, in every layer; those made at run time are none of its business."""
+    if kv is None or not (kv.stored or kv.query or kv.skip_layers):
+        return
+    if kv.stored and kv.scales != "calibrated":
+        raise RecipeError(
+            f"kv scales: {kv.scales}", "llm-compressor always calibrates", "use scales: calibrated, or engine: qspec"
+        )
+    if not kv.declared or kv.query or kv.skip_layers:
+        raise RecipeError(
+            "kv", "llm-compressor stores one FP8 E4M3 scheme for all keys and values", "use engine: qspec"
+        )
 
 
 def _refuse_layer(layer: str, scheme: LayerScheme, width: int, method: str) -> None:
@@ -84,9 +102,9 @@ def _refuse_layer(layer: str, scheme: LayerScheme, width: int, method: str) -> N
         raise RecipeError(f"autoround with {scheme.name}", "is for 4-bit weights here", "use scheme: W4A16")
 
 
-def _settings(resolved: Resolved, plan: QuantPlan) -> dict[str, Any]:
-    """What every quantizing modifier takes; dynamic KV scales are no business of the library."""
-    config = quant_config.encode(resolved, plan.kv, version="")
+def _settings(stored: Resolved, plan: QuantPlan) -> dict[str, Any]:
+    """What every quantizing modifier takes, by names on disk; dynamic KV scales are no business of the library."""
+    config = quant_config.encode(stored, plan.kv, version="")
     if config is None:
         raise RecipeError("scheme none", "leaves nothing to quantize", "use engine: qspec, or another scheme")
     kv = config["kv_cache_scheme"]

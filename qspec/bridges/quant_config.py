@@ -4,17 +4,23 @@ from collections.abc import Iterable, Mapping, Sequence
 import re
 from typing import Any
 
-from qspec.errors import RecipeError, SourceError
+from qspec.errors import SourceError
 from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from qspec.numerics.formats import FP8_E4M3, INT4, INT8
+from qspec.numerics.formats import FP8_E4M3, FP8_E5M2, INT4, INT8
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
 
 Resolved = Mapping[str, LayerScheme | None]
 """Scheme of every linear layer; None keeps the layer in float."""
 
-_STORED = {("float", 8): FP8_E4M3, ("int", 8): INT8, ("int", 4): INT4}
-_OBSERVERS = {"absmax": "memoryless_minmax", "percentile": "percentile", "mse": "memoryless_mse"}
+_STORED = {("float", 8): FP8_E4M3, ("int", 8): INT8, ("int", 4): INT4, ("float8_e5m2", 8): FP8_E5M2}
+"""Formats by `type` and `num_bits`. For other readers float8 is E4M3, so E5M2 has a type that they do not know."""
+_TYPES = {fmt: kind for (kind, _), fmt in _STORED.items()}
+_OBSERVERS = {"absmax": "memoryless_minmax", "percentile": "percentile", "mse": "memoryless_mse", "kl": "kl"}
+_DOWN = r"re:.*\.down_proj$"
+DENSE_AND_SPARSE = "dense-and-sparse"
+"""Format of layers with outliers. Nobody else knows it, so that other readers stop and do not run without them."""
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+_EXPERT, _EXPERTS = re.compile(r"\.experts\.(\d+)\."), ".experts.#."
 
 
 def groups(resolved: Resolved) -> dict[str, tuple[LayerScheme, list[str]]]:
@@ -30,7 +36,7 @@ def encode(resolved: Resolved, kv: KVScheme | None, version: str) -> dict[str, A
     """The `quantization_config` of a finished checkpoint; None when there is nothing for it to say.
 
     One scheme targets `Linear`; several target patterns only, because runtimes try a class name before the members
-    of a merged layer. Raises `RecipeError` for a format that compressed-tensors cannot store.
+    of a merged layer. Raises `RecipeError` for a KV format that compressed-tensors cannot store.
     """
     found = groups(resolved)
     scheme_kv = encode_kv(kv)
@@ -41,7 +47,7 @@ def encode(resolved: Resolved, kv: KVScheme | None, version: str) -> dict[str, A
     formats = {group["format"] for group in encoded.values()}
     return {
         "config_groups": encoded,
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision" if formats else "dense",
+        "format": _whole_format(formats),
         "global_compression_ratio": None,
         "ignore": patterns([layer for layer, scheme in resolved.items() if scheme is None], every),
         "kv_cache_scheme": scheme_kv,
@@ -65,11 +71,12 @@ def decode(config: Mapping[str, Any], layers: Iterable[str]) -> tuple[dict[str, 
 
 
 def encode_kv(kv: KVScheme | None) -> dict[str, Any] | None:
-    """`kv_cache_scheme`: float8 with static scales. Dynamic scales are a serving flag, so None."""
-    if kv is None or not kv.stored:
+    """`kv_cache_scheme`: float8 E4M3 with static scales. Dynamic ones are a serving flag, others qspec's own: None."""
+    if kv is None or not kv.declared:
         return None
-    scheme = _encode_tensor(TensorScheme(kv.fmt, PerTensor()), observer=None)
-    return scheme | {"strategy": "attn_head" if kv.granularity == "head" else "tensor"}
+    part = kv.parts[0]
+    scheme = _encode_tensor(TensorScheme(part.fmt, PerTensor()), observer=None)
+    return scheme | {"strategy": "attn_head" if part.granularity == "head" else "tensor"}
 
 
 def decode_kv(args: Mapping[str, Any] | None) -> KVScheme | None:
@@ -83,6 +90,44 @@ def decode_kv(args: Mapping[str, Any] | None) -> KVScheme | None:
             f"kv_cache_scheme {strategy}", "only static FP8 scales are read", "quantize the KV cache again"
         )
     return KVScheme(FP8_E4M3, "head" if strategy == "attn_head" else "tensor")
+
+
+def encode_transforms(down_hadamard: bool) -> dict[str, Any]:
+    """`transform_config`: what is transformed at run time. Rotations that are folded into weights leave no trace.
+
+    Sylvester's matrix for powers of two; for other orders compressed-tensors has none of this type, so that a runtime
+    which reads this stops instead of computing something else.
+    """
+    if not down_hadamard:
+        return {}
+    inputs = {"targets": [_DOWN], "location": "input", "inverse": False, "ignore": []}
+    scheme = {
+        "type": "hadamard",
+        "apply": [inputs, inputs | {"location": "weight_input", "inverse": True}],
+        "randomize": False,
+        "requires_grad": False,
+        "head_dim": None,
+        "precision": "torch.float32",
+    }
+    return {"config_groups": {"r4": scheme}}
+
+
+def decode_transforms(config: Mapping[str, Any]) -> bool:
+    """Whether the input of `down_proj` is transformed; raises `SourceError` for other transforms at run time."""
+    found = [
+        (scheme, args)
+        for scheme in config.get("config_groups", {}).values()
+        for args in scheme["apply"]
+        if args["location"] not in ("weight_input", "weight_output")
+    ]
+    for scheme, args in found:
+        plain = (scheme["type"], bool(scheme.get("randomize")), scheme.get("head_dim")) == ("hadamard", False, None)
+        down = all(target.replace("\\", "").endswith(("down_proj", "down_proj$")) for target in args["targets"])
+        if not (plain and down and args["location"] == "input"):
+            what = f"transform {scheme['type']} of {args['location']}, {', '.join(args['targets'])}"
+            rule = "only the Hadamard transform of down_proj's input runs here"
+            raise SourceError(what, rule, "quantize the float model again, with rotation: {r4: true} if wanted")
+    return bool(found)
 
 
 def canonical_plan(resolved: Resolved, kv: KVScheme | None) -> QuantPlan:
@@ -104,7 +149,17 @@ def canonical_plan(resolved: Resolved, kv: KVScheme | None) -> QuantPlan:
 def patterns(layers: Sequence[str], every: Sequence[str]) -> list[str]:
     """Targets that match exactly `layers` among `every`, under any prefix (a draft is loaded below `draft_model.`)."""
     wanted, known = _by_part(layers), _by_part(every)
-    return [_pattern(part, numbers, len(numbers) == len(known[part])) for part, numbers in wanted.items()]
+    found: dict[str, list[str]] = {}  # experts of the same pattern but for their number
+    for part, numbers in wanted.items():
+        expert, pattern = _EXPERT.search(part), _pattern(part, numbers, len(numbers) == len(known[part]))
+        if expert:
+            pattern = pattern.replace(re.escape(expert[0]), _EXPERTS)
+        found.setdefault(pattern, []).extend([expert[1]] if expert else [])
+    experts = {expert[1] for part in known if (expert := _EXPERT.search(part))}
+    return [
+        pattern.replace(_EXPERTS, rf"\.experts\.{_any_of(numbers, len(numbers) == len(experts))}\.")
+        for pattern, numbers in found.items()
+    ]
 
 
 def _by_part(layers: Sequence[str]) -> dict[str, list[str]]:
@@ -120,8 +175,11 @@ def _by_part(layers: Sequence[str]) -> dict[str, list[str]]:
 def _pattern(part: str, numbers: list[str], whole: bool) -> str:
     if not numbers:
         return f"re:.*{re.escape(part)}$"
-    which = r"\d+" if whole else f"({'|'.join(numbers)})"
-    return rf"re:.*layers\.{which}\.{re.escape(part)}$"
+    return rf"re:.*layers\.{_any_of(numbers, whole)}\.{re.escape(part)}$"
+
+
+def _any_of(numbers: Sequence[str], every: bool) -> str:
+    return r"\d+" if every else f"({'|'.join(numbers)})"
 
 
 def _matches(layer: str, targets: Iterable[str]) -> bool:
@@ -147,7 +205,15 @@ def _encode_group(scheme: LayerScheme, layers: list[str], every: list[str], only
     }
 
 
+def _whole_format(formats: set[str]) -> str:
+    if len(formats) > 1:
+        return DENSE_AND_SPARSE if DENSE_AND_SPARSE in formats else "mixed-precision"
+    return next(iter(formats), "dense")
+
+
 def _format(scheme: LayerScheme) -> str:
+    if scheme.outliers:
+        return DENSE_AND_SPARSE
     if scheme.weight.fmt.bits == 4:
         return "pack-quantized"
     if scheme.activation is None:
@@ -156,9 +222,6 @@ def _format(scheme: LayerScheme) -> str:
 
 
 def _encode_tensor(scheme: TensorScheme, observer: str | None) -> dict[str, Any]:
-    kind = "float" if scheme.fmt.is_float else "int"
-    if _STORED.get((kind, scheme.fmt.bits)) != scheme.fmt:
-        raise RecipeError(scheme.fmt.name, "compressed-tensors stores float8 as E4M3 only", "use fp8_e4m3")
     strategy, group_size, block = _encode_granularity(scheme.granularity)
     return {
         "actorder": None,
@@ -171,7 +234,7 @@ def _encode_tensor(scheme: TensorScheme, observer: str | None) -> dict[str, Any]
         "scale_dtype": None,
         "strategy": strategy,
         "symmetric": scheme.symmetric,
-        "type": kind,
+        "type": _TYPES[scheme.fmt],
         "zp_dtype": None if scheme.symmetric else "torch.int8",
     }
 

@@ -5,11 +5,11 @@ from dataclasses import asdict, replace
 import json
 from typing import Any
 
-from qspec.bridges.quant_config import groups
+from qspec.bridges.quant_config import decode_kv, encode_kv, groups
 from qspec.errors import IntegrityError
 from qspec.numerics.clipping import Clip
 from qspec.numerics.formats import FORMATS
-from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule
+from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule
 from qspec.records import FusionPlan, QuantizedModel
 
 NAME = "qspec.json"
@@ -31,6 +31,8 @@ def encode(model: QuantizedModel) -> str:
         "folded_norms": list(model.fusion.folded_norms),
         "notes": list(model.notes),
     }
+    if model.arch.down_hadamard:
+        body["down_hadamard"] = True
     return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -68,13 +70,13 @@ def fusion(body: Mapping[str, Any]) -> FusionPlan:
 def _named(scheme: LayerScheme, saved: Mapping[str, Any]) -> LayerScheme:
     activation = scheme.activation and replace(scheme.activation, clip=_decode_clip(saved.get("activation_clip")))
     weight = replace(scheme.weight, clip=_decode_clip(saved.get("weight_clip")))
-    return LayerScheme(saved["name"], weight, activation)
+    return LayerScheme(saved["name"], weight, activation, saved.get("outliers", 0.0))
 
 
 def _encode_scheme(scheme: LayerScheme) -> dict[str, Any]:
     tensors = {"weight_clip": scheme.weight, "activation_clip": scheme.activation}
     clips = {key: asdict(tensor.clip) for key, tensor in tensors.items() if tensor and tensor.clip != Clip()}
-    return {"name": scheme.name, **clips}
+    return {"name": scheme.name, **clips, **({"outliers": scheme.outliers} if scheme.outliers else {})}
 
 
 def _decode_clip(clip: Mapping[str, Any] | None) -> Clip:
@@ -82,11 +84,27 @@ def _decode_clip(clip: Mapping[str, Any] | None) -> Clip:
 
 
 def _encode_kv(kv: KVScheme | None) -> dict[str, Any] | None:
-    """Only what `kv_cache_scheme` cannot say: dynamic scales, and scales that were not calibrated."""
-    if kv is None or kv.calibrated:
+    """Only what `kv_cache_scheme` cannot say: dynamic scales, ones that were not calibrated, formats of qspec's own."""
+    if kv is None or decode_kv(encode_kv(kv)) == kv:
         return None
-    return {"format": kv.fmt.name, "granularity": kv.granularity, "scales": kv.scales}
+    body = {"format": kv.fmt.name, "granularity": kv.granularity, "scales": kv.scales}
+    parts = {kind: _encode_part(part) for kind, part in (("key", kv.key), ("value", kv.value)) if part is not None}
+    plain = {"query": kv.query, "residual": kv.residual, "skip_layers": kv.skip_layers, "cast_layers": kv.cast_layers}
+    return body | parts | {name: x for name, x in plain.items() if x}
 
 
 def _decode_kv(kv: Mapping[str, Any] | None) -> KVScheme | None:
-    return None if kv is None else KVScheme(FORMATS[kv["format"]], kv["granularity"], kv["scales"])
+    if kv is None:
+        return None
+    more: dict[str, Any] = {kind: _decode_part(kv[kind]) for kind in ("key", "value") if kind in kv}
+    more |= {name: kv[name] for name in ("query", "residual") if name in kv}
+    more |= {name: tuple(kv[name]) for name in ("skip_layers", "cast_layers") if name in kv}
+    return KVScheme(FORMATS[kv["format"]], kv["granularity"], kv["scales"], **more)
+
+
+def _encode_part(part: KVPart) -> dict[str, Any]:
+    return asdict(part) | {"fmt": part.fmt.name}
+
+
+def _decode_part(part: Mapping[str, Any]) -> KVPart:
+    return KVPart(**{**part, "fmt": FORMATS[part["fmt"]]})

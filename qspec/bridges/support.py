@@ -7,7 +7,7 @@ from typing import Any
 from qspec.errors import SourceError
 from qspec.records import ArchMap
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3")
 FIX_CONFIG = "correct config.json, or download the model again"
 USE_SUPPORTED = "use a model of type " + ", ".join(SUPPORTED)
 
@@ -16,16 +16,11 @@ _MOST, _MOST_LAYERS = 2**31 - 1, 10_000
 
 # What stands between qspec and a model: known types, then config fields whose presence shows it.
 _TYPES = {
-    "gemma2": "logit soft-capping, post-norms and windows that differ by layer",
-    "gemma3": "a vision tower, post-norms and windows that differ by layer",
-    "gemma3_text": "post-norms, and windows and rotary bases that differ by layer",
+    "gemma3": "a vision tower",
     "gpt2": "learned positions and LayerNorm",
     "mamba": "a state-space layer",
     "mamba2": "a state-space layer",
-    "mixtral": "a mixture of experts",
-    "phi3": "fused qkv_proj and gate_up_proj tensors and partial rotation",
-    "qwen2_moe": "a mixture of experts",
-    "qwen3_moe": "a mixture of experts",
+    "qwen2_moe": "an expert that every token goes to",
     "t5": "an encoder",
 }
 _FIELDS = {
@@ -82,9 +77,14 @@ def require_sizes(arch: ArchMap) -> None:
         most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
         if not 1 <= size <= most:
             raise SourceError(f"config.json: {name} {size}", f"must be 1 to {most}", FIX_CONFIG)
+    if arch.n_experts and not 1 <= arch.experts_per_token <= arch.n_experts:
+        rule = f"must be 1 to the number of experts, {arch.n_experts}"
+        raise SourceError(f"config.json: num_experts_per_tok {arch.experts_per_token}", rule, FIX_CONFIG)
+    if arch.n_experts and not 1 <= arch.expert_size <= _MOST:
+        raise SourceError(f"config.json: size {arch.expert_size} of an expert", f"must be 1 to {_MOST}", FIX_CONFIG)
     if arch.head_dim % 2:
         raise SourceError(f"config.json: head_dim {arch.head_dim}", "must be even to be rotated", FIX_CONFIG)
-    if not all(math.isfinite(frequency) for frequency in arch.rope_inv_freq):
+    if not all(math.isfinite(frequency) for frequency in arch.rope_inv_freq + arch.window_inv_freq):
         raise SourceError("config.json: rope_parameters", "give frequencies that are not finite", FIX_CONFIG)
 
 

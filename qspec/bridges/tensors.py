@@ -1,7 +1,8 @@
 """safetensors files: read lazily, written whole. Nothing else is ever read as weights (no pickle)."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 import hashlib
 import json
 from pathlib import Path
@@ -16,31 +17,62 @@ from qspec.provenance import sha256_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 1_000_000_000
+"""Size at which weights go into several files; also what writing them holds in memory."""
 _ONE_COPY = "download the model again, or save it again with `save_pretrained`"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of the tensor `stored`, or of its slice `index` along the first axis; `stop` None: to the last row."""
+
+    stored: str
+    index: int | None = None
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.index is None and (self.start, self.stop) == (0, None)
 
 
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name over one or several files; each is memory-mapped when it is asked for."""
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        """`files`: the file of each tensor name."""
+    def __init__(self, files: Mapping[str, Path], parts: Mapping[str, Part] | None = None) -> None:
+        """`files`: the file of each tensor name; `parts`: what to read there, where that is not a tensor so named."""
         self._files = dict(files)
+        self._parts = dict(parts or {})
         self._open: dict[Path, Any] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header alone."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        part, shape = self._part(name), tuple(self._slice(name).get_shape())
+        rows, *columns = shape if part.index is None else shape[1:]
+        return (len(range(rows)[part.start : part.stop]), *columns) if not part.whole else shape
 
     def dtype(self, name: str) -> str:
         """safetensors' name of a tensor's type (`F32`, `BF16`, `F8_E4M3`, …), read from the header alone."""
-        return str(self._handle(name).get_slice(name).get_dtype())
+        return str(self._slice(name).get_dtype())
 
     def without(self, names: Collection[str]) -> "LazyTensors":
         """The same files without some names."""
-        return LazyTensors({name: path for name, path in self._files.items() if name not in names})
+        return LazyTensors({name: path for name, path in self._files.items() if name not in names}, self._parts)
+
+    def divided(self, parts: Mapping[str, Part]) -> "LazyTensors":
+        """The same files with `parts` in place of the tensors that these are of; all must be there."""
+        files = self.without({part.stored for part in parts.values()})._files
+        return LazyTensors(files | {name: self._files[part.stored] for name, part in parts.items()}, parts)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._handle(name).get_tensor(name)
+        part = self._part(name)
+        tensor: Tensor
+        if part.whole:
+            tensor = self._handle(name).get_tensor(part.stored)
+        elif part.index is None:
+            tensor = self._slice(name)[part.start : part.stop]
+        else:
+            tensor = self._slice(name)[part.index : part.index + 1, part.start : part.stop][0]
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -51,6 +83,12 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def _part(self, name: str) -> Part:
+        return self._parts.get(name, Part(name))
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(name).get_slice(self._part(name).stored)
 
     def _handle(self, name: str) -> Any:
         path = self._files[name]
@@ -111,6 +149,43 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
     except safetensors.SafetensorError as error:  # instead of `OSError`, for a full disk too
         fix = "choose an output folder with space and write permission"
         raise OutputError(str(path), f"cannot be written ({error})", fix) from error
+
+
+def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a folder's weights: one file, or shards of about `SHARD_BYTES` and their index.
+
+    Tensors are taken one by one, and no more than a shard of them is in memory.
+    """
+    files: list[list[str]] = []
+    part: dict[str, Tensor] = {}
+    size = 0
+
+    def flush() -> None:
+        write_tensors(folder / f"{len(files)}.part", part)
+        files.append(list(part))
+        part.clear()
+
+    for name, tensor in tensors:
+        if part and size + tensor.nbytes > SHARD_BYTES:
+            flush()
+            size = 0
+        part[name] = tensor
+        size += tensor.nbytes
+    flush()
+    count = len(files)
+    named = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    for i, name in enumerate(named):
+        (folder / f"{i}.part").rename(folder / name)
+    if count > 1:
+        write_index(folder, {name: file for file, names in zip(named, files, strict=True) for name in names})
+
+
+def write_index(folder: Path, where: Mapping[str, str]) -> None:
+    """Write the index of shards: `where` names the file of every tensor."""
+    files = {file: read_tensors(folder / file) for file in set(where.values())}
+    size = sum(files[file][name].nbytes for name, file in where.items())
+    body = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    (folder / INDEX).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def _open(path: Path) -> Any:

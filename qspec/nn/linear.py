@@ -8,8 +8,9 @@ from torch import Tensor
 
 from qspec.numerics.affine import QTensor
 from qspec.numerics.blocks import PerBlock, PerTensor
+from qspec.numerics.outliers import SparseMatrix, concatenated, nothing
 from qspec.ops.cpu import FloatLinear
-from qspec.ops.select import Kernels, Linear, prepare
+from qspec.ops.select import Kernels, Linear, prepare, prepare_sparse
 from qspec.records import QLinear
 
 Member = Tensor | QLinear
@@ -25,7 +26,7 @@ def merged_linear(
         return _Biased(FloatLinear(torch.cat([m.to(dtype) for m in members if isinstance(m, Tensor)])), bias_N)
     quantized = [m for m in members if isinstance(m, QLinear)]
     if len(quantized) == len(members) and merge_obstacle(quantized) is None:
-        return _Biased(_prepare(_cat(quantized), dtype, kernels), bias_N)
+        return _Biased(_prepare(joined_rows(quantized), dtype, kernels), bias_N)
     parts = [FloatLinear(m.to(dtype)) if isinstance(m, Tensor) else _prepare(m, dtype, kernels) for m in members]
     return _Biased(_Split(parts), bias_N)
 
@@ -56,15 +57,38 @@ def _form(linear: QLinear) -> tuple[object, ...]:
     return weight.fmt, weight.granularity, weight.zero_point is None, linear.activation
 
 
-def _cat(members: Sequence[QLinear]) -> QLinear:
+def joined_rows(members: Sequence[QLinear]) -> QLinear:
+    """One layer with the rows of all; what has `merge_obstacle` cannot be that. The bias is the first one's."""
     first = members[0].weight
     codes = torch.cat([m.weight.codes.view(torch.uint8) for m in members]).view(first.codes.dtype)
     if isinstance(first.granularity, PerTensor):
-        return replace(members[0], weight=replace(first, codes=codes))
+        return replace(members[0], weight=replace(first, codes=codes), outliers=_cat_outliers(members))
     zeros = [m.weight.zero_point for m in members if m.weight.zero_point is not None]
     zero = torch.cat(zeros) if zeros else None
     scale = torch.cat([m.weight.scale for m in members])
-    return replace(members[0], weight=QTensor(codes, scale, zero, first.fmt, first.granularity))
+    weight = QTensor(codes, scale, zero, first.fmt, first.granularity)
+    return replace(members[0], weight=weight, outliers=_cat_outliers(members))
+
+
+def taken_rows(linear: QLinear, start: int, stop: int) -> QLinear:
+    """Rows of a layer without bias, as a layer of its own: inverse of `joined_rows`."""
+    assert linear.bias is None
+    weight, tile = linear.weight, 1
+    if isinstance(weight.granularity, PerBlock):
+        tile = weight.granularity.rows
+        assert start % tile == 0, "rows start inside a tile"
+    scale, zero, rows = weight.scale, weight.zero_point, slice(start // tile, -(-stop // tile))
+    if not isinstance(weight.granularity, PerTensor):
+        scale, zero = scale[rows], zero[rows] if zero is not None else None
+    part = QTensor(weight.codes[start:stop], scale, zero, weight.fmt, weight.granularity)
+    outliers = linear.outliers.row_range(start, stop) if linear.outliers is not None else None
+    return replace(linear, weight=part, outliers=outliers)
+
+
+def _cat_outliers(members: Sequence[QLinear]) -> SparseMatrix | None:
+    if all(m.outliers is None for m in members):
+        return None
+    return concatenated([nothing(m.weight.shape) if m.outliers is None else m.outliers for m in members])
 
 
 def _cat_bias(members: Sequence[Member], biases: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
@@ -79,7 +103,8 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _prepare(layer: QLinear, dtype: torch.dtype, kernels: Kernels) -> Linear:
-    return prepare(layer.weight, layer.activation, layer.input_scale, dtype, kernels)
+    dense = prepare(layer.weight, layer.activation, layer.input_scale, dtype, kernels)
+    return dense if layer.outliers is None else _Sum(dense, prepare_sparse(layer.outliers, kernels))
 
 
 class _Split:
@@ -88,6 +113,16 @@ class _Split:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return torch.cat([part(x_TK).to(x_TK.dtype) for part in self._parts], -1)
+
+
+class _Sum:
+    """Rounded weights and those kept apart, added in float32."""
+
+    def __init__(self, dense: Linear, sparse: Linear) -> None:
+        self._dense, self._sparse = dense, sparse
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return self._dense(x_TK).float() + self._sparse(x_TK)
 
 
 class _Biased:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qspec.numerics.blocks import Granularity, from_blocks, scale_shape, to_blocks
+from qspec.numerics.blocks import Granularity, PerBlock, PerTensor, from_blocks, scale_shape, to_blocks
 from qspec.numerics.clipping import ABSMAX, Clip, clipped_range
 from qspec.numerics.codes import dequantize_blocks, quantize_blocks, range_scale, symmetric_scale
 from qspec.numerics.formats import NumFormat
@@ -49,12 +49,34 @@ def quantize_matrix(x_NK: Tensor, scale: Tensor, zero: Tensor | None, fmt: NumFo
 
 
 def quantize_weight(
-    w_NK: Tensor, fmt: NumFormat, granularity: Granularity, symmetric: bool = True, clip: Clip = ABSMAX
+    w_NK: Tensor,
+    fmt: NumFormat,
+    granularity: Granularity,
+    symmetric: bool = True,
+    clip: Clip = ABSMAX,
+    importance_K: Tensor | None = None,
 ) -> QTensor:
-    """Round a weight to nearest: clip, scale and codes in one call."""
-    lo, hi = clipped_range(to_blocks(w_NK, granularity), fmt, clip, symmetric)
+    """Round a weight to nearest: clip, scale and codes in one call.
+
+    `importance_K`, the mean square of each input channel, makes the `mse` clip minimise the error of the *output*
+    (channels taken as uncorrelated) instead of the weight's own.
+    """
+    weight_PS = None if importance_K is None else _block_weights(importance_K, w_NK.shape[0], granularity)
+    lo, hi = clipped_range(to_blocks(w_NK, granularity), fmt, clip, symmetric, weight_PS)
     scale, zero = range_scale(lo, hi, fmt, symmetric)
     return quantize_matrix(w_NK, scale, zero, fmt, granularity)
+
+
+def _block_weights(importance_K: Tensor, rows: int, granularity: Granularity) -> Tensor:
+    """What `importance` is for the values of each block, up to where blocks repeat: all rows of a weight have it."""
+    match granularity:
+        case PerTensor():
+            period = rows
+        case PerBlock(tile_rows, _):
+            period = tile_rows
+        case _:
+            period = 1
+    return to_blocks(importance_K.float().expand(period, -1), granularity)
 
 
 def quantize_activation_dynamic(x_TK: Tensor, fmt: NumFormat) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from qspec.numerics.affine import tensor_amax
 from qspec.numerics.blocks import Granularity, to_blocks
 from qspec.numerics.clipping import ABSMAX, CHUNK, clipped_range, squared_error
 from qspec.numerics.formats import NumFormat
@@ -70,6 +71,24 @@ def kurtosis(x: Tensor) -> float:
     return x.numel() * fourth / second**2 if second else math.nan
 
 
+def peak_ratio(x: Tensor) -> float:
+    """Largest magnitude over root mean square: how far outliers stretch the range; NaN without a value above 0."""
+    energy = sum(float(part.square().sum(dtype=torch.float64)) for part in _chunks(x))
+    return float(tensor_amax(x)) / math.sqrt(energy / x.numel()) if energy else math.nan
+
+
+def below_share(blocks_BS: Tensor, scale_B1: Tensor, fmt: NumFormat) -> float:
+    """Share of values other than 0 below the float format's smallest subnormal at their block's scale."""
+    limits = torch.finfo(fmt.storage)
+    least_B1 = scale_B1 * (limits.smallest_normal * limits.eps)
+    small = held = 0
+    for part, least_b1 in zip(*(torch.split(x, _rows(blocks_BS)) for x in (blocks_BS, least_B1)), strict=True):
+        magnitudes = part.float().abs()
+        small += int(((magnitudes > 0) & (magnitudes < least_b1)).sum())
+        held += int((magnitudes > 0).sum())
+    return small / held if held else math.nan
+
+
 def sqnr_db(signal: float, noise: float) -> float:
     """Signal-to-quantization-noise ratio of two energies in dB: infinite without noise, NaN without signal."""
     if not signal:
@@ -85,7 +104,7 @@ def weight_sqnr_db(w_NK: Tensor, fmt: NumFormat, granularity: Granularity) -> fl
     """
     blocks_BS = to_blocks(w_NK, granularity)
     signal = noise = 0.0
-    for part in torch.split(blocks_BS, max(1, CHUNK // blocks_BS.shape[1])):
+    for part in torch.split(blocks_BS, _rows(blocks_BS)):
         lo_B1, hi_B1 = clipped_range(part, fmt, ABSMAX, True)
         noise += float(squared_error(part, lo_B1, hi_B1, fmt, True).sum())
         signal += float(part.square().sum(dtype=torch.float64))
@@ -106,6 +125,11 @@ def saturated_share(codes: Tensor, fmt: NumFormat, symmetric: bool = True) -> fl
 def beyond_share(x_HTD: Tensor, limit: Tensor) -> float:
     """Share of values whose magnitude exceeds `limit` (`[1]`, or `[H]` per head): they saturate when quantized."""
     return float((x_HTD.float().abs() > limit.reshape(-1, 1, 1)).double().mean())
+
+
+def _rows(blocks_BS: Tensor) -> int:
+    """Blocks to work on at once."""
+    return max(1, CHUNK // blocks_BS.shape[1])
 
 
 def _chunks(x: Tensor) -> Iterator[Tensor]:

@@ -3,6 +3,9 @@
 Inputs X `[T, K]` with second moments `H = X^T X` turn a rounding error D `[N, K]` into the output error
 `trace(D H D^T)`. Once column j is off by `d_j`, it is least when the columns after it move by
 `-(d_j / U[j, j]) U[j, j+1:]`, where `H^-1 = U^T U` with U upper triangular (the paper's Cholesky form).
+
+A quantized model reads X where the float model read `X + D`: by what was rounded before. The weight that makes up for
+that is the least-squares answer `W + W G H^-1` with `G = D^T X` (the aim of GPTAQ, arXiv 2504.02692): `corrected`.
 """
 
 from dataclasses import dataclass, replace
@@ -64,6 +67,13 @@ def factor(hessian_KK: Tensor, damping: float = DAMPING) -> Factor | None:
             return Factor(order_K, upper_KK.float(), damping)
         damping *= 10
     return None
+
+
+def corrected(w_NK: Tensor, drift_KK: Tensor, found: Factor) -> Tensor:
+    """The weight whose outputs on X are nearest to those of `w` on `X + D`; `drift_KK` is `D^T X`."""
+    moved_NK = (w_NK.float() @ drift_KK)[:, found.order_K]
+    moved_NK = moved_NK @ found.upper_KK.T @ found.upper_KK
+    return w_NK.float() + moved_NK[:, found.order_K.argsort()]
 
 
 def solve(w_NK: Tensor, rounded: QTensor, hessian_KK: Tensor, found: Factor | None) -> Solution:

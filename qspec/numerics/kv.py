@@ -1,5 +1,6 @@
 """Key and value codes of a KV cache `[…, heads, tokens, head_dim]`: stored scales, or one per token and head."""
 
+import torch
 from torch import Tensor
 
 from qspec.numerics.codes import dequantize_blocks, quantize_blocks, symmetric_scale
@@ -25,6 +26,18 @@ def quantize_per_token_head(x_HTD: Tensor, fmt: NumFormat) -> tuple[Tensor, Tens
 def dequantize(codes_HTD: Tensor, scale: Tensor) -> Tensor:
     """Float32 values of codes under a scale `[1]`, `[H]` or `[H, T, 1]`."""
     return dequantize_blocks(codes_HTD, _over_heads(scale), None)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """INT4 codes `[…, D]` (int8 in [-8, 7], D even) to bytes `[…, D / 2]`: channel 2i low, 2i + 1 high."""
+    low, high = codes[..., ::2], codes[..., 1::2]
+    return ((high << 4) | (low & 0xF)).view(torch.uint8)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The int8 codes `[…, D]` of `pack_nibbles`' bytes; shifts of int8 carry the sign."""
+    pair = packed.view(torch.int8)
+    return torch.stack(((pair << 4) >> 4, pair >> 4), -1).flatten(-2)
 
 
 def _over_heads(scale: Tensor) -> Tensor:

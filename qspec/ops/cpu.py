@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from qspec.numerics.affine import QTensor
 from qspec.numerics.blocks import PerGroup
 from qspec.numerics.formats import SCALE_FLOOR
+from qspec.numerics.outliers import SparseMatrix
 from qspec.ops import reference
 from qspec.plan import TensorScheme
 
@@ -101,6 +102,25 @@ class DecodedLinear:
         if self._activation is not None:
             x_TK = reference.fake_quantize(x_TK, self._activation, self._input_scale).to(x_TK.dtype)
         return self._linear(x_TK)
+
+
+class SparseLinear:
+    """`x S^T` for few values S, float32: an output is a weighted bag of inputs. Equals `SparseMatrix.matmul`.
+
+    torch's embedding bag is as fast as its CSR matmul, which only MKL has (4096 x 4096, 0.5 %: 0.4 ms at 8 rows, half
+    of it at 64). Rows come in multiples of 8, so that a row's sums do not depend on how many others there are.
+    """
+
+    def __init__(self, matrix: SparseMatrix) -> None:
+        self._indptr, self._indices, self._values = matrix.indptr, matrix.indices, matrix.values.float()
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        t = x_TK.shape[0]
+        x_KT = F.pad(x_TK.float(), (0, 0, 0, -t % 8)).T.contiguous()
+        y_NT = F.embedding_bag(
+            self._indices, x_KT, self._indptr, mode="sum", per_sample_weights=self._values, include_last_offset=True
+        )
+        return y_NT.T[:t]
 
 
 def decode_fp8_e4m3(codes: Tensor) -> Tensor:

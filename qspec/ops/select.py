@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qspec.numerics.affine import QTensor
+from qspec.numerics.outliers import SparseMatrix
 from qspec.ops import cpu, reference
 from qspec.plan import TensorScheme
 
@@ -30,3 +31,8 @@ def prepare(
     if activation is None and cpu.Int4Linear.fits(weight):
         return cpu.Int4Linear(weight)
     return cpu.DecodedLinear(weight, activation, input_scale, dtype)
+
+
+def prepare_sparse(matrix: SparseMatrix, kernels: Kernels = "auto") -> Linear:
+    """A callable `x_TK -> y_TN` in float32 for weights kept apart; `reference` is its eager twin."""
+    return matrix.matmul if kernels == "reference" else cpu.SparseLinear(matrix)

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from qspec.eval_files import eval_dir
 from qspec.schema.problems import validate
-from qspec.schema.recipe import Strict
+from qspec.schema.quantization import Strict
 from qspec.schema.text import parse_yaml, read_text
 
 ADA = 89

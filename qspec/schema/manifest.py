@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from qspec.errors import IntegrityError
 from qspec.schema.problems import validate
-from qspec.schema.recipe import Strict
+from qspec.schema.quantization import Strict
 
 FORMAT_VERSION: Literal[1] = 1
 NAME = "pair.json"

@@ -5,106 +5,20 @@ compressed-tensors and vLLM use.
 """
 
 from pathlib import Path
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from qspec.errors import RecipeError
 from qspec.schema.overrides import set_value
 from qspec.schema.problems import closest, validate
+from qspec.schema.quantization import MOST, QuantSpec, Strict
 from qspec.schema.text import dump_yaml, parse_yaml, read_text
 
-Scheme = Literal["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "none"]
 Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-MOST = 1_000_000
-"""Of anything that is counted: what is above it is a slip, and would fill the memory or never end."""
 MOST_SEED = 2**32 - 1
 """What every random generator that is used takes."""
-
-
-class Strict(BaseModel):
-    """Base of all recipe parts: unknown fields refused, values immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ClipSpec(Strict):
-    """Range of a block: its maximum, a percentile of |x|, or the clip of least squared error."""
-
-    method: Literal["absmax", "percentile", "mse"] = "absmax"
-    percentile: float = Field(default=99.9, gt=50, le=100)
-
-
-class SmoothingSpec(Strict):
-    """Move activation outliers into weights (SmoothQuant). `auto` searches the strength per layer by output error."""
-
-    strength: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
-    grid: int = Field(default=5, ge=2, le=20, description="strengths tried by `auto`, evenly over [0, 1)")
-
-
-class KVSpec(Strict):
-    """KV-cache format. INT8 exists as `token_head` only, FP8 also with stored scales per tensor or head."""
-
-    format: Literal["fp8_e4m3", "int8"] = "fp8_e4m3"
-    granularity: Literal["tensor", "head", "token_head"] = "tensor"
-    scales: Literal["calibrated", "cast"] = "calibrated"
-
-    @model_validator(mode="after")
-    def _int8_is_dynamic(self) -> "KVSpec":
-        if self.format == "int8" and self.granularity != "token_head":
-            raise ValueError("int8 KV has no static scales in any runtime; set granularity: token_head, or fp8_e4m3")
-        return self
-
-
-def _pattern(match: str) -> str:
-    """A layer pattern as `plan.Rule` reads it; `re:` must compile."""
-    try:
-        re.compile(match.removeprefix("re:") if match.startswith("re:") else "")
-    except re.error as e:
-        raise ValueError(f"{match!r} is no regular expression ({e}); mend it, or drop re: for a plain name") from None
-    return match
-
-
-Pattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
-
-
-class RuleSpec(Strict):
-    """Another scheme for the linear layers that `match`: a name, its last part, or `re:` and a pattern."""
-
-    match: Pattern
-    scheme: Scheme
-    group_size: int | None = Field(default=None, gt=0, le=MOST)
-
-
-class QuantSpec(Strict):
-    """How one model is quantized."""
-
-    engine: Literal["qspec", "llmcompressor"] = "qspec"
-    scheme: Scheme = "W8A8"
-    method: Literal["rtn", "gptq", "smoothquant+gptq", "awq", "autoround"] = "rtn"
-    group_size: int = Field(default=128, gt=0, le=MOST, description="W4A16 only")
-    clip: ClipSpec = ClipSpec()
-    smoothing: SmoothingSpec | None = None
-    rules: tuple[RuleSpec, ...] = ()
-    ignore: tuple[Pattern, ...] = ("lm_head",)
-    kv: KVSpec | None = None
-
-    @model_validator(mode="after")
-    def _engine_has_method(self) -> "QuantSpec":
-        if self.engine == "qspec" and self.method not in ("rtn", "gptq"):
-            fix = "smoothing and method: gptq" if self.method == "smoothquant+gptq" else "engine: llmcompressor"
-            raise ValueError(f"engine qspec has the methods rtn and gptq; for {self.method} set {fix}")
-        if self.engine == "llmcompressor" and self.smoothing is not None:
-            raise ValueError("smoothing belongs to engine qspec; with llmcompressor set method: smoothquant+gptq")
-        if self.engine == "llmcompressor" and self.scheme == "none":
-            raise ValueError("scheme none leaves llmcompressor nothing to do; set engine: qspec, or another scheme")
-        if self.method == "awq" and self.scheme != "W4A16":
-            raise ValueError("method awq is for 4-bit weights; set scheme: W4A16")
-        if self.method == "smoothquant+gptq" and self.scheme == "W4A16":
-            raise ValueError("smoothquant helps quantized activations, W4A16 keeps them; set method: gptq")
-        return self
 
 
 class ModelSpec(Strict):
@@ -193,6 +107,11 @@ class DraftLengthSpec(Strict):
     policy: Literal["fixed", "heuristic"] = "heuristic"
     k: int = Field(default=5, ge=1, le=64)
     max_k: int = Field(default=16, ge=1, le=64)
+
+    @property
+    def longest(self) -> int:
+        """The most that may be drafted at once."""
+        return self.max_k if self.policy == "heuristic" else self.k
 
     @model_validator(mode="after")
     def _ordered(self) -> "DraftLengthSpec":
@@ -325,6 +244,16 @@ class Recipe(Strict):
         fed_back = any(spec.engine == "qspec" and spec.method == "gptq" for spec in specs)
         if fed_back and self.calibration.samples < 2:
             raise ValueError("method gptq judges by a text that it is not fitted to; raise calibration.samples to 2")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_committed(self) -> "Recipe":
+        halves = [self.target, self.draft] if isinstance(self.draft, ModelDraft | SelfDraft) else [self.target]
+        longest = self.speculation.draft_length.longest
+        for kv in (half.quantization.kv for half in halves):
+            if kv is not None and kv.by_channel and kv.residual < longest:
+                rule = f"residual {kv.residual} is below the longest draft ({longest}), which may be rolled back"
+                raise ValueError(f"kv: {rule}; channel scales need residual: {longest} or more (64 is always enough)")
         return self
 
     @classmethod

@@ -1,47 +1,70 @@
 """From the recipe's scheme names to a plan, and the rules a plan must keep for one architecture."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from qspec.bridges.compressed import refuse_tied_head
 from qspec.errors import RecipeError
 from qspec.numerics.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from qspec.numerics.clipping import ABSMAX, Clip
-from qspec.numerics.formats import FORMATS, FP8_E4M3, INT4, INT8
-from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
+from qspec.numerics.formats import FORMATS, FP8_E4M3, FP8_E5M2, INT4, INT8
+from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
-from qspec.schema.recipe import KVSpec, QuantSpec
+from qspec.schema.quantization import KVPartSpec, KVSpec, QuantSpec
 from qspec.stages.preflight import device_findings, raise_refused
 
 BLOCK = 128
 """Rows and columns of an FP8_BLOCK tile, and the activation group beside it: the only size that servers run."""
 
 
+INDEXED = 1 << 15
+"""Values of a block among which KV outliers are indexed by int16."""
+
+
 def build_plan(spec: QuantSpec) -> QuantPlan:
     """The plan that a recipe's `quantization` means: `ignore` first, then `rules`, then the scheme for the rest."""
     clip = Clip(spec.clip.method, spec.clip.percentile)
     ignored = tuple(Rule(match, None) for match in spec.ignore)
-    rules = tuple(Rule(r.match, layer_scheme(r.scheme, r.group_size or spec.group_size, clip)) for r in spec.rules)
-    return QuantPlan(layer_scheme(spec.scheme, spec.group_size, clip), ignored + rules, _kv_scheme(spec.kv))
+    named = [(r.match, layer_scheme(r.scheme, r.group_size or spec.group_size, clip)) for r in spec.rules]
+    rules = tuple(Rule(match, with_outliers(scheme, spec)) for match, scheme in named)
+    default = with_outliers(layer_scheme(spec.scheme, spec.group_size, clip), spec)
+    return QuantPlan(default, ignored + rules, kv_scheme(spec.kv))
+
+
+def with_outliers(scheme: LayerScheme | None, spec: QuantSpec) -> LayerScheme | None:
+    """The scheme with the share of weights that the recipe keeps apart."""
+    share = spec.outliers.share if spec.outliers is not None else 0.0
+    return scheme if scheme is None else replace(scheme, outliers=share)
 
 
 def layer_scheme(name: str, group_size: int = BLOCK, clip: Clip = ABSMAX) -> LayerScheme | None:
-    """Formats behind a scheme name (compressed-tensors' presets of that name). `clip` is for weights; none: None."""
+    """Formats behind a scheme name (compressed-tensors' presets, and `_STATIC` twins of the dynamic ones); none: None.
+
+    `clip` is for weights. `kl` is for whole tensors: weights with one scale, and static inputs.
+    """
+    whole, parts = (clip if clip.method == "kl" else ABSMAX), (ABSMAX if clip.method == "kl" else clip)
     match name:
         case "W8A8":
-            weight = TensorScheme(INT8, PerChannel(), clip=clip)
+            weight = TensorScheme(INT8, PerChannel(), clip=parts)
             activation = TensorScheme(INT8, PerToken(), dynamic=True)
+        case "W8A8_STATIC":
+            weight = TensorScheme(INT8, PerChannel(), clip=parts)
+            activation = TensorScheme(INT8, PerTensor(), clip=whole)
         case "FP8":
             weight = TensorScheme(FP8_E4M3, PerTensor(), clip=clip)
-            activation = TensorScheme(FP8_E4M3, PerTensor())
+            activation = TensorScheme(FP8_E4M3, PerTensor(), clip=whole)
         case "FP8_DYNAMIC":
-            weight = TensorScheme(FP8_E4M3, PerChannel(), clip=clip)
+            weight = TensorScheme(FP8_E4M3, PerChannel(), clip=parts)
             activation = TensorScheme(FP8_E4M3, PerToken(), dynamic=True)
+        case "FP8_STATIC":
+            weight = TensorScheme(FP8_E4M3, PerChannel(), clip=parts)
+            activation = TensorScheme(FP8_E4M3, PerTensor(), clip=whole)
         case "FP8_BLOCK":
-            weight = TensorScheme(FP8_E4M3, PerBlock(BLOCK, BLOCK), clip=clip)
+            weight = TensorScheme(FP8_E4M3, PerBlock(BLOCK, BLOCK), clip=parts)
             activation = TensorScheme(FP8_E4M3, PerGroup(BLOCK), dynamic=True)
         case "W4A16":
-            return LayerScheme(name, TensorScheme(INT4, PerGroup(group_size), clip=clip))
+            return LayerScheme(name, TensorScheme(INT4, PerGroup(group_size), clip=parts))
         case "none":
             return None
         case _:
@@ -53,7 +76,9 @@ def resolve_plan(plan: QuantPlan, arch: ArchMap) -> dict[str, LayerScheme | None
     """Schemes by layer: fused groups have one, a tied head none, groups and tiles divide. Raises `RecipeError`."""
     schemes = plan.resolve(arch.linears())
     refuse_tied_head(arch, {layer for layer, scheme in schemes.items() if scheme is not None})
-    _one_scheme_per_fused_group(schemes, arch)
+    _one_scheme_per_kernel(schemes, arch)
+    if plan.kv is not None:
+        _check_kv(plan.kv, arch)
     for layer, scheme in schemes.items():
         if scheme is not None:
             _divides(layer, scheme, arch.linear_shape(layer))
@@ -68,35 +93,85 @@ def validate_plan(plan: QuantPlan, arch: ArchMap, device: str = "cpu") -> dict[s
 
 
 def scheme_label(scheme: LayerScheme | None) -> str:
-    """Short name for people: `W8A8`, `W4A16 g64`, `FP8 mse`; `none` for a layer that keeps its dtype."""
+    """Short name for people: `W8A8`, `W4A16 g64 +0.5%`, `FP8 mse`; `none` for a layer that keeps its dtype.
+
+    Float8 is E4M3 unless `w:e5m2` (weights) or `a:e5m2` (inputs) is said.
+    """
     if scheme is None:
         return "none"
     group = f" g{scheme.weight.granularity.size}" if isinstance(scheme.weight.granularity, PerGroup) else ""
     clip = "" if scheme.weight.clip.method == "absmax" else f" {scheme.weight.clip.method}"
-    return scheme.name + group + clip
+    sparse = f" +{scheme.outliers:g}%" if scheme.outliers else ""
+    wide = "".join(f" {side}:e5m2" for side, part in _sides(scheme) if part.fmt == FP8_E5M2)
+    return scheme.name + group + clip + sparse + wide
+
+
+def _sides(scheme: LayerScheme) -> list[tuple[str, TensorScheme]]:
+    inputs = [] if scheme.activation is None else [("a", scheme.activation)]
+    return [("w", scheme.weight), *inputs]
 
 
 def needs_statistics(schemes: Mapping[str, LayerScheme | None], plan: QuantPlan, spec: QuantSpec) -> list[str]:
     """Why this half must see calibration text; empty when round-to-nearest of the weights is all there is."""
     reasons = {
         "static activation scales": any(scheme is not None and scheme.static_input for scheme in schemes.values()),
-        "KV scales": plan.kv is not None and plan.kv.calibrated,
+        "KV scales": plan.kv is not None and (plan.kv.calibrated or plan.kv.open),
         "smoothing": spec.smoothing is not None,
+        "mixed precision": spec.mixed is not None,
+        "outliers": spec.outliers is not None,
+        "activation_scales": spec.activation_scales == "auto",
+        "fp8_format": spec.fp8_format == "adaptive",
         spec.method: spec.method != "rtn",
     }
-    return [reason for reason, needed in reasons.items() if needed]
+    found = [reason for reason, needed in reasons.items() if needed]
+    if found and spec.engine == "qspec" and _weighs_errors(schemes):
+        found.append("clip mse (weighted by inputs)")
+    return found
 
 
-def _kv_scheme(spec: KVSpec | None) -> KVScheme | None:
-    return None if spec is None else KVScheme(FORMATS[spec.format], spec.granularity, spec.scales)
+def _weighs_errors(schemes: Mapping[str, LayerScheme | None]) -> bool:
+    """Whether a clip uses what inputs look like where text is read anyway; it is no reason to read any."""
+    return any(scheme is not None and scheme.weight.clip.method == "mse" for scheme in schemes.values())
 
 
-def _one_scheme_per_fused_group(schemes: dict[str, LayerScheme | None], arch: ArchMap) -> None:
-    for names in arch.fused_groups():
+def kv_scheme(spec: KVSpec | None) -> KVScheme | None:
+    """The KV cache that a recipe's `kv` means."""
+    if spec is None:
+        return None
+    key, value = (_kv_part(part) for part in (spec.key, spec.value))
+    skipped = spec.skip_layers if spec.skip_layers == "auto" else tuple(sorted(set(spec.skip_layers)))
+    how = (FORMATS[spec.format], spec.granularity, spec.scales)
+    return KVScheme(*how, key, value, spec.query, spec.residual, skipped)
+
+
+def _kv_part(spec: KVPartSpec | None) -> KVPart | None:
+    if spec is None:
+        return None
+    return KVPart(FORMATS[spec.format], spec.granularity, spec.group, spec.piecewise, spec.outliers)
+
+
+def _check_kv(kv: KVScheme, arch: ArchMap) -> None:
+    """What depends on the model: layers that exist, and outliers that an int16 can index."""
+    if kv.skip_layers != "auto":
+        for layer in kv.skip_layers:
+            if not arch.first_layer <= layer < arch.first_layer + arch.n_layers:
+                rule = f"the model has layers {arch.first_layer} … {arch.first_layer + arch.n_layers - 1}"
+                raise RecipeError(f"kv.skip_layers {layer}", rule, "name one of those")
+    for part in kv.parts:
+        most = INDEXED // arch.head_dim
+        if part.outliers and part.granularity == "channel" and part.group > most:
+            rule = f"times head size {arch.head_dim} is more than outliers can index ({INDEXED})"
+            raise RecipeError(f"kv group {part.group}", rule, f"use group: {most} or less")
+
+
+def _one_scheme_per_kernel(schemes: dict[str, LayerScheme | None], arch: ArchMap) -> None:
+    for names in arch.one_scheme_groups():
         if len({schemes[name] for name in names}) > 1:
             found = dict.fromkeys(scheme_label(schemes[name]) for name in names)
+            block, expert, _ = names[0].partition(".experts.")
+            what = f"{names[0].rpartition('.')[0]}.{{{', '.join(n.rpartition('.')[2] for n in names)}}}"
             raise RecipeError(
-                f"{names[0].rpartition('.')[0]}.{{{', '.join(n.rpartition('.')[2] for n in names)}}}",
+                f"{block}.experts" if expert else what,
                 f"has the schemes {' and '.join(found)}, but servers merge these layers into one matmul",
                 "give all of them the same rule",
             )

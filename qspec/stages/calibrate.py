@@ -1,36 +1,74 @@
 """Measure activation and KV ranges: forward passes only, nothing is changed."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from qspec.errors import SourceError
 from qspec.nn.decoder import Decoder
+from qspec.progress import Progress
 from qspec.records import ArchMap, LayerStats, LoadedModel
+from qspec.stages.pieces import embedded, pieces
+
+KEEP_ROWS = 128
+"""Input rows per layer that are kept."""
 
 _SHARED_INPUT = {"q_proj": ("k_proj", "v_proj"), "gate_proj": ("up_proj",)}
 
 
 def calibrate(
-    model: LoadedModel, rows: Iterable[list[int]], keep_rows: int = 128, dtype: torch.dtype = torch.float32
+    model: LoadedModel, rows: Sequence[list[int]], keep_rows: int = KEEP_ROWS, progress: Progress | None = None
 ) -> LayerStats:
     """Run `rows` of token ids through the float model and record what every linear layer and KV head saw.
 
-    `keep_rows` input rows per layer are kept, evenly spaced over each text, for searches by output error. Raises
-    `SourceError` for a model whose activations are not finite.
+    One piece of the model is in memory at a time, and the hidden states of all rows. `keep_rows` input rows per layer
+    are kept, evenly spaced over each text, for searches by output error. Raises `SourceError` for a model whose
+    activations are not finite.
     """
-    rows = list(rows)
-    assert rows, "calibration needs at least one row"
-    decoder = Decoder.from_float(model, dtype, max_length=max(map(len, rows)))
-    recorder = _Recorder(per_text=-(-keep_rows // len(rows)))
-    decoder.observer = recorder
-    for row in rows:
+    states, seen = embedded(model, rows), list[LayerStats]()
+    count = model.arch.n_layers + 1
+    for piece in (progress or Progress(quiet=True)).track(pieces(model), "calibrate", count, "layers"):
+        stats, states = calibrate_piece(piece, states, keep_rows)
+        seen.append(stats)
+    return joined(seen)
+
+
+def calibrate_piece(
+    piece: LoadedModel, states: Sequence[Tensor], keep_rows: int = KEEP_ROWS
+) -> tuple[LayerStats, list[Tensor]]:
+    """What one piece sees of hidden states `[T, hidden]` per row, and what it makes of them."""
+    assert states, "calibration needs at least one row"
+    decoder = Decoder.from_float(piece, max_length=max(x_TK.shape[0] for x_TK in states))
+    recorder = decoder.observer = Recorder(per_text=-(-keep_rows // len(states)))
+    after = advanced(decoder, states)
+    stats = recorder.stats(piece.arch, sum(x_TK.shape[0] for x_TK in states))
+    _require_finite(stats, str(piece.source.get("model", "model")))
+    return stats, after
+
+
+def advanced(decoder: Decoder, states: Sequence[Tensor]) -> list[Tensor]:
+    """Hidden states after the layers of a piece, each row by itself; its head reads them too, if it has one."""
+    after = []
+    for x_TK in states:
         decoder.truncate(0)
-        decoder.forward(torch.tensor(row), last=1)
-    stats = recorder.stats(model.arch, sum(map(len, rows)))
-    _require_finite(stats, str(model.source.get("model", "model")))
-    return stats
+        after.append(decoder.run_layers(x_TK))
+        if decoder.arch.has_head:
+            decoder.run_head(after[-1], last=1)
+    return after
+
+
+def joined(parts: Sequence[LayerStats]) -> LayerStats:
+    """Statistics of a whole model from those of its pieces."""
+    return LayerStats(
+        **{
+            field: {name: value for part in parts for name, value in getattr(part, field).items()}
+            for field in (field.name for field in fields(LayerStats))
+            if field != "tokens"
+        },
+        tokens=parts[0].tokens,
+    )
 
 
 def _require_finite(stats: LayerStats, model: str) -> None:
@@ -41,7 +79,7 @@ def _require_finite(stats: LayerStats, model: str) -> None:
                 raise SourceError(f"{model}: {layer}", rule, "give an intact copy of the model")
 
 
-class _Recorder:
+class Recorder:
     """Observer that keeps running maxima and a sample of input rows."""
 
     def __init__(self, per_text: int) -> None:
@@ -59,11 +97,8 @@ class _Recorder:
 
     def stats(self, arch: ArchMap, tokens: int) -> LayerStats:
         kv = {
-            kind: {
-                f"model.layers.{i}.self_attn": self._amax[f"model.layers.{i}.self_attn.{kind}"]
-                for i in range(arch.n_layers)
-            }
-            for kind in "kv"
+            kind: {f"{layer}.self_attn": self._amax[f"{layer}.self_attn.{kind}"] for layer in arch.layers}
+            for kind in "qkv"
         }
         inputs = {name: torch.cat(rows) for name, rows in self._rows.items()}
         owner = {name: name for name in inputs}
@@ -76,4 +111,5 @@ class _Recorder:
             k_amax_H=kv["k"],
             v_amax_H=kv["v"],
             tokens=tokens,
+            q_amax_H=kv["q"],
         )

@@ -9,7 +9,7 @@ import torch
 from qspec.bridges.compressed import lint_scale, read
 from qspec.errors import IntegrityError, PairError, QspecError
 from qspec.provenance import sha256_file
-from qspec.records import ArchMap, QuantizedModel, Tokenizer
+from qspec.records import ArchMap, QuantizedModel, Tokenizer, layer_number
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
 from qspec.schema.problems import validate
 from qspec.schema.recipe import NgramDraft, Recipe
@@ -148,18 +148,23 @@ def lint(model: QuantizedModel) -> None:
             lint_scale(f"{layer}.input_scale", linear.input_scale)
         if linear.weight.fmt.is_float and not bool(torch.isfinite(linear.weight.codes.float()).all()):
             raise IntegrityError(f"{layer}.weight", "holds NaN", _FETCH)
+        if linear.outliers is not None and not bool(torch.isfinite(linear.outliers.values).all()):
+            raise IntegrityError(f"{layer}.weight_outlier_values", "holds NaN or infinity", _FETCH)
     for name, tensor in model.tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise IntegrityError(name, "holds NaN or infinity", "use an intact checkpoint of the model")
-    for kind, scales in (("k_scale", model.k_scale), ("v_scale", model.v_scale)):
+    kinds = (("k_scale", model.k_scale), ("v_scale", model.v_scale), ("q_scale", model.q_scale))
+    for kind, scales in kinds:
         for layer, scale in scales.items():
             lint_scale(f"{layer}.{kind}", scale)
-    kv = [*model.k_scale.values(), *model.v_scale.values()]
-    calibrated = model.plan.kv is not None and model.plan.kv.calibrated
-    if kv and calibrated and all(bool((scale == 1).all()) for scale in kv):
-        raise IntegrityError(
-            "k_scale, v_scale", "are all 1.0, so they were never calibrated", "calibrate, or scales: cast"
-        )
+    kv = model.plan.kv
+    if kv is None or not kv.calibrated:
+        return
+    for kind, scales in kinds:
+        measured = [scale for layer, scale in scales.items() if layer_number(layer) not in kv.cast_layers]
+        if measured and all(bool((scale == 1).all()) for scale in measured):
+            rule = "are all 1.0, so they were never calibrated"
+            raise IntegrityError(kind, rule, "calibrate, or scales: cast")
 
 
 def _check_vocabulary(

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from qspec.numerics.roofline import PassCost
 from qspec.schema.devices import read_device
-from qspec.schema.recipe import MMLU_PRO_SUBJECTS, NgramDraft, QuantSpec, Recipe, TaskSpec
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import MMLU_PRO_SUBJECTS, NgramDraft, Recipe, TaskSpec
 
 TOKEN_OVERHEAD = 0.005
 """Seconds per decoded token outside matmuls (an eager torch loop spends 3.5 to 5.4 ms)."""

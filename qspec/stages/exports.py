@@ -3,16 +3,25 @@
 import json
 from typing import Any
 
+from qspec.plan import KVScheme
+from qspec.records import ArchMap
 from qspec.schema.devices import ADA, DeviceSheet, read_device
 from qspec.schema.manifest import Served
-from qspec.schema.recipe import KVSpec, MlpDraft, ModelDraft, NgramDraft, QuantSpec, Recipe, SelfDraft
+from qspec.schema.quantization import KVSpec, QuantSpec
+from qspec.schema.recipe import MlpDraft, ModelDraft, NgramDraft, Recipe, SelfDraft
+from qspec.stages.build_plan import kv_scheme
+from qspec.stages.kv_served import kv_flag, refusal, skip_flag
 
-_SHORT = {"fp8_e4m3": "fp8", "int8": "int8"}
+_NO_SPARSE = "no server runs dense + sparse weights (outliers); qspec's own engine does"
+_STOPS_AT_SPARSE = "stops at format dense-and-sparse: it cannot run outliers"
+_STOPS_AT_E5M2 = "stops at type float8_e5m2 where a layer has it (the notes tell): it reads float8 as E4M3 only"
+_READS_NO_INT8_EXPERTS = "stops at INT8 experts: it unpacks those in INT4 and FP8 only"
+_IGNORES_TRANSFORMS = "loads without rotation.r4's transform (it ignores transform_config) and computes garbage"
 
 
-def exports(recipe: Recipe, sheet: DeviceSheet) -> tuple[Served, ...]:
-    """Every part of the pair on vLLM and transformers; the manifest stores the same lines."""
-    return (*_vllm(recipe, sheet), *_transformers(recipe))
+def exports(recipe: Recipe, sheet: DeviceSheet, arch: ArchMap | None = None) -> tuple[Served, ...]:
+    """Every part of the pair on vLLM and transformers; the manifest stores the same lines. `arch`: the target's."""
+    return (*_vllm(recipe, sheet), *_transformers(recipe, arch))
 
 
 def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, Any] | None:
@@ -32,22 +41,25 @@ def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, A
 
 def kv_cache_dtype(kv: KVSpec | None) -> str:
     """vLLM's --kv-cache-dtype."""
-    if kv is None:
-        return "auto"
-    return f"{_SHORT[kv.format]}_per_token_head" if kv.granularity == "token_head" else _SHORT[kv.format]
+    return kv_flag(kv_scheme(kv))
 
 
 def draft_kv_dtype(recipe: Recipe) -> str:
-    """The draft's KV dtype, always said aloud (unsaid it would be the target's); Ada crashes on an FP8 one."""
+    """The draft's KV dtype, always said aloud (unsaid it would be the target's).
+
+    Ada crashes on an FP8 one, and vLLM takes no layers to skip for a draft.
+    """
     if not isinstance(recipe.draft, ModelDraft | SelfDraft):
         return "auto"
-    dtype = kv_cache_dtype(recipe.draft.quantization.kv)
+    kv = recipe.draft.quantization.kv
+    dtype = kv_cache_dtype(kv) if kv is None or not kv.skip_layers else "auto"
     return "auto" if dtype == "fp8" and read_device(recipe.device).capability == ADA else dtype
 
 
-def vllm_command(recipe: Recipe, pair: str = "pair") -> str:
-    """The command that serves the pair, draft included where vLLM can."""
-    command = f"vllm serve {pair}/target --kv-cache-dtype {kv_cache_dtype(recipe.target.quantization.kv)}"
+def vllm_command(recipe: Recipe, pair: str = "pair", kv: KVScheme | None = None) -> str:
+    """The command that serves the pair, draft included where vLLM can; `kv` is the target's where it was measured."""
+    kv = kv or kv_scheme(recipe.target.quantization.kv)
+    command = f"vllm serve {pair}/target --kv-cache-dtype {kv_flag(kv)}{skip_flag(kv)}"
     if recipe.speculation.max_length:
         command += f" --max-model-len {recipe.speculation.max_length}"
     config = vllm_speculative_config(recipe, f"{pair}/draft")
@@ -88,29 +100,38 @@ def _vllm(recipe: Recipe, sheet: DeviceSheet) -> tuple[Served, ...]:
     served, detail = _vllm_weights(recipe.target.quantization, sheet, "target")
     return (
         Served(runtime="vllm", part="target", served=served, detail=detail),
-        _vllm_kv(recipe.target.quantization.kv, sheet),
+        _vllm_kv(kv_scheme(recipe.target.quantization.kv), sheet),
         _vllm_draft(recipe, sheet),
     )
 
 
 def _vllm_weights(spec: QuantSpec, sheet: DeviceSheet, folder: str) -> tuple[bool, str]:
     """Whether a half's linear layers are served, and how or why not."""
-    scheme, cpu = spec.scheme, sheet.capability is None
+    names = (spec.scheme,) if spec.mixed is None else spec.mixed.candidates
+    scheme, cpu = ", ".join(names), sheet.capability is None
     served, detail = True, f"{folder}/, a compressed-tensors checkpoint ({scheme})"
     if scheme == "none":
         detail = f"{folder}/, an ordinary checkpoint"
-    if cpu and scheme.startswith("FP8"):
+    if cpu and any(name.startswith("FP8") for name in names):
         served, detail = False, f"{scheme}: no usable FP8 matmul on CPU; use W8A8"
-    if cpu and scheme == "W4A16":
+    if cpu and "W4A16" in names:
         detail += ", run as W4A8 unless VLLM_CPU_INT4_W4A8=0"
+    if spec.outliers is not None:
+        served, detail = False, _NO_SPARSE
+    if spec.transforms_inputs:
+        served, detail = False, "rotation.r4 needs a transform at run time, proven in qspec's own engine only"
     return served, detail
 
 
-def _vllm_kv(kv: KVSpec | None, sheet: DeviceSheet) -> Served:
-    served, flag = True, f"--kv-cache-dtype {kv_cache_dtype(kv)}"
+def _vllm_kv(kv: KVScheme | None, sheet: DeviceSheet) -> Served:
     if kv is None:
-        detail = "KV in the model's dtype"
-    elif kv.granularity == "token_head":
+        return Served(runtime="vllm", part="kv", served=True, detail="KV in the model's dtype")
+    reason = refusal(kv)
+    if reason is not None:
+        detail = f"{reason}; qspec's engine runs it, vLLM keeps KV in the model's dtype"
+        return Served(runtime="vllm", part="kv", served=False, detail=detail)
+    served, flag = True, f"--kv-cache-dtype {kv_flag(kv)}"
+    if kv.granularity == "token_head":
         detail = f"serve flag {flag}, scales made at run time; not in config.json, which may declare stored FP8 only"
         if sheet.capability is None:
             served, detail = False, "per-token-head KV on CPU loads and then writes garbage; use granularity: tensor"
@@ -118,9 +139,22 @@ def _vllm_kv(kv: KVSpec | None, sheet: DeviceSheet) -> Served:
         detail = f"kv_cache_scheme in config.json with every scale 1.0, flag {flag}"
     else:
         detail = f"kv_cache_scheme in config.json with stored k_scale and v_scale, flag {flag}"
-        if kv.granularity == "head" and sheet.capability is None:
+        if kv.parts[0].granularity == "head" and sheet.capability is None:
             detail += "; per-head scales collapse to their maximum on CPU"
-    return Served(runtime="vllm", part="kv", served=served, detail=detail)
+    return Served(runtime="vllm", part="kv", served=served, detail=detail + _more(kv))
+
+
+def _more(kv: KVScheme) -> str:
+    """What a server of stored scales should know: queries, and layers in float."""
+    skipped = ""
+    if kv.skip_layers:
+        which = "that measurement keeps in float" if kv.skip_layers == "auto" else ", ".join(map(str, kv.skip_layers))
+        skipped = f"; layers {which}: --kv-cache-dtype-skip-layers"
+    if not kv.stored:
+        return skipped
+    return (
+        "; q_scale stored" if kv.query else "; no q_scale: kernels that round queries use k_scale for them"
+    ) + skipped
 
 
 def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
@@ -146,11 +180,18 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
     return Served(runtime="vllm", part="draft", served=served, detail=detail)
 
 
-def _transformers(recipe: Recipe) -> tuple[Served, ...]:
+def _transformers(recipe: Recipe, arch: ArchMap | None) -> tuple[Served, ...]:
     target = recipe.target.quantization
     weights = "loads; all weights are decompressed on the first forward, so neither speed nor memory is gained"
     if target.scheme == "none":
         weights = "loads as an ordinary checkpoint"
+    if arch is not None and arch.attention_softcap is not None:
+        weights += '; pass attn_implementation="eager", its other attention leaves out soft-capping'
+    lacking = _transformers_lacks(target)
+    if arch is not None and arch.n_experts and target.scheme == "W8A8":
+        lacking = lacking or _READS_NO_INT8_EXPERTS
+    if lacking is not None:
+        weights = lacking
     kv = "KV in the model's dtype"
     if target.kv is not None:
         kv = f"{target.kv.format} KV is not applied: its caches do not read these scales"
@@ -162,8 +203,20 @@ def _transformers(recipe: Recipe) -> tuple[Served, ...]:
         case _:
             detail = "assistant_model, batch 1, dynamic cache: proves function, not speed"
             draft = Served(runtime="transformers", part="draft", served=True, detail=detail)
+            lacks = _transformers_lacks(recipe.draft.quantization)
+            if lacks is not None:
+                draft = Served(runtime="transformers", part="draft", served=False, detail=lacks)
     return (
-        Served(runtime="transformers", part="target", served=True, detail=weights),
+        Served(runtime="transformers", part="target", served=lacking is None, detail=weights),
         Served(runtime="transformers", part="kv", served=target.kv is None, detail=kv),
         draft,
     )
+
+
+def _transformers_lacks(spec: QuantSpec) -> str | None:
+    """What transformers cannot do of a half's weights, and what happens instead; None if nothing."""
+    if spec.outliers is not None:
+        return _STOPS_AT_SPARSE
+    if spec.fp8_format == "adaptive":
+        return _STOPS_AT_E5M2
+    return _IGNORES_TRANSFORMS if spec.transforms_inputs else None

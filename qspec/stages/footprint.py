@@ -2,27 +2,38 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 import math
 
 from qspec.bridges.layout import EMBEDDING, tensor_shapes
+from qspec.nn.kv_window import window_length
 from qspec.numerics.blocks import scale_shape
+from qspec.numerics.kv_blocks import BlockCode, outlier_count
+from qspec.numerics.outliers import stored_bytes
 from qspec.numerics.roofline import PassCost
-from qspec.plan import KVScheme, LayerScheme
-from qspec.records import ArchMap
+from qspec.plan import KVPart, KVScheme, LayerScheme
+from qspec.records import ArchMap, layer_number
 from qspec.schema.recipe import MlpDraft
 from qspec.stages.build_plan import scheme_label
 
 SCALE_BYTES = 4
 """Scales are stored as float32."""
+OUTLIER_BYTES = 4
+"""A KV outlier: float16 and an int16 index."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Linear layers of one scheme: names, weights, and bytes (codes and scales)."""
+    """Linear layers of one scheme: names, weights, and bytes (codes, scales, outliers)."""
 
     layers: tuple[str, ...]
     parameters: int
     bytes: int
+
+    @property
+    def bits(self) -> float:
+        """Mean bits of a weight."""
+        return 8 * self.bytes / self.parameters
 
 
 @dataclass(frozen=True)
@@ -76,10 +87,32 @@ def footprint(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], kv: KVSc
 
 
 def kv_bytes_per_token(arch: ArchMap, kv: KVScheme | None, width: int) -> int:
-    """Bytes of K and V of all layers for one token; per-token-head scales are stored beside them."""
-    heads = 2 * arch.n_layers * arch.n_kv_heads
-    scales = heads * SCALE_BYTES if kv is not None and not kv.stored else 0
-    return heads * arch.head_dim * (kv.fmt.bits // 8 if kv is not None else width) + scales
+    """Bytes of K and V of all layers for one token, with what is stored beside codes; rounded up to a whole byte."""
+    plain = 2 * arch.n_kv_heads * arch.head_dim * width
+    if kv is None:
+        return arch.n_layers * plain
+    kept = sum(kv.skips(layer_number(layer)) for layer in arch.layers)
+    codes = arch.n_kv_heads * sum(_part_bytes(part, arch.head_dim) for part in kv.parts)
+    return math.ceil(kept * plain + (arch.n_layers - kept) * codes)
+
+
+def kv_window_bytes(arch: ArchMap, kv: KVScheme | None, width: int, max_length: int) -> int:
+    """Bytes of the newest tokens that a sequence holds in float, whatever its length; 0 without a window."""
+    if kv is None:
+        return 0
+    layers = sum(not kv.skips(layer_number(layer)) for layer in arch.layers)
+    return layers * 2 * arch.n_kv_heads * arch.head_dim * width * window_length(kv, max_length)
+
+
+def _part_bytes(part: KVPart, dim: int) -> Fraction:
+    """Bytes of keys, or values, of one head and token."""
+    by_channel = part.granularity == "channel"
+    tokens = part.group if by_channel else 1
+    size = tokens * dim
+    count, dtype = BlockCode(part.fmt, part.piecewise, by_channel).scales
+    scales = 0 if part.stored else count * dtype.itemsize * (dim if by_channel else 1)
+    outliers = outlier_count(part.outliers, size) * OUTLIER_BYTES
+    return Fraction(size * part.fmt.bits, 8 * tokens) + Fraction(scales + outliers, tokens)
 
 
 def mlp_footprint(draft: MlpDraft, arch: ArchMap, width: int) -> Footprint:
@@ -103,11 +136,12 @@ def mlp_footprint(draft: MlpDraft, arch: ArchMap, width: int) -> Footprint:
 
 
 def weight_bytes(shape: tuple[int, int], scheme: LayerScheme | None, width: int) -> int:
-    """Bytes of one weight matrix: codes, and float32 scales."""
+    """Bytes of one weight matrix: codes, float32 scales, and what is kept apart with its indices."""
     if scheme is None:
         return shape[0] * shape[1] * width
     codes = shape[0] * -(-shape[1] * scheme.weight.fmt.bits // 8)
-    return codes + math.prod(scale_shape(shape, scheme.weight.granularity)) * SCALE_BYTES
+    scales = math.prod(scale_shape(shape, scheme.weight.granularity)) * SCALE_BYTES
+    return codes + scales + stored_bytes(shape, scheme.outliers)
 
 
 def _group(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], layers: list[str], width: int) -> Group:

@@ -5,8 +5,6 @@ from dataclasses import replace
 from qspec.nn.linear import merge_obstacle
 from qspec.records import FusionPlan, QuantizedModel
 
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-
 
 def fuse(quant: QuantizedModel) -> QuantizedModel:
     """The same model with its `FusionPlan`. Tensors keep their names: merging is an act of the runtime.
@@ -22,6 +20,7 @@ def fuse(quant: QuantizedModel) -> QuantizedModel:
 
 def _identity_norms(quant: QuantizedModel) -> list[str]:
     """Norms that multiply by one, because their gain went into the next layer: a runtime may skip the product."""
-    blocks = [f"model.layers.{i}.{norm}.weight" for i in range(quant.arch.n_layers) for norm in _NORMS]
-    names = [*blocks, "model.norm.weight"]
+    norms = ("input_layernorm", quant.arch.mlp_norm)
+    blocks = [f"{layer}.{norm}.weight" for layer in quant.arch.layers for norm in norms]
+    names = [*blocks, "model.norm.weight"] if quant.arch.has_head else blocks
     return [name for name in names if bool((quant.tensors[name].float() + quant.arch.norm_offset == 1).all())]

@@ -59,7 +59,7 @@ def _model(spec: ModelSpec, data: str | None, progress: Progress) -> ModelView:
     if data is None:
         return view_model(model, spec.model, progress)
     rows, calibration = _rows(data, model.tokenizer, model.arch.max_positions)
-    stats = calibrate(model, progress.track(rows, "calibrate", len(rows), "texts"))
+    stats = calibrate(model, rows, progress=progress)
     return view_model(model, spec.model, progress, stats, calibration)
 
 

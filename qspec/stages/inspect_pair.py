@@ -17,7 +17,7 @@ from qspec.numerics.formats import INT4
 from qspec.numerics.packing import PER_WORD
 from qspec.plan import LayerScheme, TensorScheme
 from qspec.progress import Progress
-from qspec.records import QLinear, QuantizedModel
+from qspec.records import QLinear, QuantizedModel, layer_number
 from qspec.stages.build_plan import scheme_label
 from qspec.stages.check import lint
 from qspec.stages.inspect_model import Calibration
@@ -29,7 +29,8 @@ Origin = Literal["calibrated", "cast", "never calibrated", "at run time"]
 class StoredLayer:
     """One linear layer as stored. A layer that is kept has no scale; a tied head takes no bytes of its own.
 
-    `saturated`: share of codes at the ends of the range. `input_scale`: static activation schemes only.
+    `saturated`: share of codes at the ends of the range. `input_scale`: static activation schemes only. `sparse`: share
+    of weights that are kept apart in float.
     """
 
     name: str
@@ -43,6 +44,7 @@ class StoredLayer:
     saturated: float | None
     input_scale: float | None
     bytes: int
+    sparse: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def _layer(model: QuantizedModel, name: str, scheme: LayerScheme | None) -> Stor
         saturated_share(weight.codes, weight.fmt, weight.zero_point is None),
         None if linear.input_scale is None else float(linear.input_scale),
         _stored_bytes(linear),
+        0.0 if linear.outliers is None else linear.outliers.values.numel() / weight.codes.numel(),
     )
 
 
@@ -147,14 +150,14 @@ def _kept(model: QuantizedModel, name: str, shape: tuple[int, int]) -> StoredLay
 
 
 def _stored_bytes(linear: QLinear) -> int:
-    """Bytes in the file: codes (INT4: eight to a word), float32 scales, zero points, bias."""
+    """Bytes in the file: codes (INT4: eight to a word), float32 scales, zero points, bias, outliers."""
     weight = linear.weight
     rows, columns = weight.shape
     codes = rows * -(-columns // PER_WORD) * 4 if weight.fmt == INT4 else weight.codes.nbytes
     zeros = 0 if weight.zero_point is None else weight.zero_point.numel()
     if weight.fmt == INT4 and weight.zero_point is not None:
         zeros = -(-rows // PER_WORD) * 4 * weight.zero_point.shape[1]
-    extra = sum(tensor.nbytes for tensor in (linear.input_scale, linear.bias) if tensor is not None)
+    extra = sum(part.nbytes for part in (linear.input_scale, linear.bias, linear.outliers) if part is not None)
     return codes + 4 * weight.scale.numel() + zeros + extra
 
 
@@ -173,19 +176,24 @@ def _granularity(granularity: Granularity) -> str:
 
 
 def _activation(scheme: TensorScheme | None) -> str:
-    return "–" if scheme is None else f"{scheme.fmt.name} {_granularity(scheme.granularity)}"
+    if scheme is None:
+        return "–"
+    return f"{scheme.fmt.name} {_granularity(scheme.granularity)} {'dynamic' if scheme.dynamic else 'static'}"
 
 
 def _kv(model: QuantizedModel, seen: Mapping[str, SeenKV]) -> KVCacheView | None:
     scheme = model.plan.kv
     if scheme is None:
         return None
-    layers = [f"model.layers.{i}.self_attn" for i in range(model.arch.n_layers)]
+    layers = [f"{layer}.self_attn" for layer in model.arch.layers if not scheme.skips(layer_number(layer))]
+    sides = zip("kv", (model.k_scale, model.v_scale), scheme.parts, strict=True)
     keys, values = (
-        tuple(_stored(layer, scales, scheme.fmt.qmax, seen.get(f"{layer}.{kind}")) for layer in layers)
-        for kind, scales in (("k", model.k_scale), ("v", model.v_scale))
+        tuple(_stored(layer, scales, part.fmt.qmax, seen.get(f"{layer}.{kind}")) for layer in layers)
+        for kind, scales, part in sides
     )
-    return KVCacheView(scheme.fmt.name, scheme.granularity, _origin(model), keys, values)
+    key, value = scheme.parts
+    name = key.fmt.name if key == value and not scheme.residual else scheme.label
+    return KVCacheView(name, key.granularity, _origin(model), keys, values)
 
 
 def _stored(layer: str, scales: Mapping[str, Tensor], qmax: float, seen: SeenKV | None) -> StoredKV:
@@ -196,7 +204,7 @@ def _stored(layer: str, scales: Mapping[str, Tensor], qmax: float, seen: SeenKV 
 def _origin(model: QuantizedModel) -> Origin:
     """Where KV scales come from. Scales that are all 1 were never calibrated, whatever the checkpoint says."""
     scheme = model.plan.kv
-    if scheme is None or scheme.granularity == "token_head":
+    if scheme is None or not scheme.stored:
         return "at run time"
     if scheme.scales == "cast":
         return "cast"
@@ -229,8 +237,8 @@ class _Watch:
 
     def __init__(self, model: QuantizedModel) -> None:
         assert model.plan.kv is not None
-        qmax, scales = model.plan.kv.fmt.qmax, {"k": model.k_scale, "v": model.v_scale}
-        self._limits = {f"{layer}.{kind}": qmax * s for kind in scales for layer, s in scales[kind].items()}
+        sides = zip("kv", (model.k_scale, model.v_scale), model.plan.kv.parts, strict=True)
+        self._limits = {f"{n}.{kind}": part.fmt.qmax * s for kind, scales, part in sides for n, s in scales.items()}
         self._amax: dict[str, Tensor] = {}
         self._beyond: dict[str, float] = {}
         self._values: dict[str, int] = {}

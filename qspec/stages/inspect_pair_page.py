@@ -25,18 +25,24 @@ def _half(half: HalfView) -> list[Block]:
 
 
 def _formats_table(half: HalfView) -> Table:
-    rows = [_formats_row(layers) for layers in by_key(half.layers, lambda x: (part(x), *_formats(x))).values()]
+    kinds = by_key(half.layers, lambda x: (part(x), *_formats(x)))
+    rows = [_formats_row(layers, _is_sparse(half)) for layers in kinds.values()]
     caption = (
         "Scales over all layers of a kind; saturated: codes at the ends of the range. With absmax that is about one "
         "per scale; more was clipped"
     )
     formats = ("scheme", "weights, scale per", "inputs, scale per")
-    columns = ("", "layers", *formats, *heads("weight scale"), "saturated, %\nmedian", "\nmax", "bytes")
+    sparse = ("sparse, %",) if _is_sparse(half) else ()
+    columns = ("", "layers", *formats, *heads("weight scale"), "saturated, %\nmedian", "\nmax", *sparse, "bytes")
     other = ("embeddings, norms", *[""] * (len(columns) - 2), size(half.other_bytes))
     return Table(caption, columns, (*rows, other))
 
 
-def _formats_row(layers: Sequence[StoredLayer]) -> tuple[str, ...]:
+def _is_sparse(half: HalfView) -> bool:
+    return any(layer.sparse for layer in half.layers)
+
+
+def _formats_row(layers: Sequence[StoredLayer], sparse: bool) -> tuple[str, ...]:
     one = layers[0]
     scales = [x.scale for x in layers if x.scale is not None]
     spread = [extent(getattr(s, end) for s in scales) for end in ("min", "median", "max")]
@@ -49,6 +55,7 @@ def _formats_row(layers: Sequence[StoredLayer]) -> tuple[str, ...]:
         str(len(layers)),
         *_formats(one),
         *((*numbers, *shares) if scales else blank),
+        *((places(100 * extent(x.sparse for x in layers).median),) if sparse else ()),
         size(sum(x.bytes for x in layers)),
     )
 
@@ -139,7 +146,8 @@ def every_layer(view: PairView) -> Iterator[Table]:
 def _stored_table(half: HalfView) -> Table:
     static = any(x.input_scale is not None for x in half.layers)
     inputs = ("input scale",) if static else ()
-    columns = ("", "scheme", "scale per", "scales", *heads("weight scale"), "saturated, %", *inputs, "bytes")
+    sparse = ("sparse, %",) if _is_sparse(half) else ()
+    columns = ("", "scheme", "scale per", "scales", *heads("weight scale"), "saturated, %", *inputs, *sparse, "bytes")
     rows = tuple(
         (
             short(x.name),
@@ -149,6 +157,7 @@ def _stored_table(half: HalfView) -> Table:
             *(map(number, (x.scale.min, x.scale.median, x.scale.max)) if x.scale else ("", "", "")),
             "" if x.saturated is None else two_places(100 * x.saturated),
             *(("" if x.input_scale is None else number(x.input_scale),) if static else ()),
+            *((places(100 * x.sparse),) if sparse else ()),
             size(x.bytes),
         )
         for x in half.layers

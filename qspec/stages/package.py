@@ -10,8 +10,10 @@ import torch
 
 from qspec.bridges import compressed
 from qspec.errors import IntegrityError, OutputError
+from qspec.numerics.outliers import same_matrix
+from qspec.plan import KVScheme
 from qspec.provenance import atomic_write, environment, require_space, sha256_file, staged_dir
-from qspec.records import QuantizedModel
+from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest, TokenizerInfo, Validity
 from qspec.schema.recipe import ModelDraft, NgramDraft, Recipe, SelfDraft
@@ -76,7 +78,7 @@ def seal(pair: Path, results: Mapping[str, Any], report: Path) -> None:
     check(pair)
 
 
-def stored_dtype(recipe: Recipe, model: QuantizedModel) -> torch.dtype:
+def stored_dtype(recipe: Recipe, model: LoadedModel | QuantizedModel) -> torch.dtype:
     """Type of what is not quantized: the recipe's, or with `auto` the source model's own."""
     dtype: torch.dtype = source_dtype(model.config) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
     return dtype
@@ -105,7 +107,7 @@ def _refuse_guessed(pair: Path) -> None:
 
 
 def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Recipe, pair: Path) -> Manifest:
-    served = exports(recipe, read_device(recipe.device))
+    served = exports(recipe, read_device(recipe.device), target.arch)
     missing = [f"{part.part}: {part.detail}" for part in served if part.runtime == "vllm" and not part.served]
     return Manifest(
         name=recipe.name,
@@ -120,7 +122,7 @@ def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Reci
         served_by=served,
         exportable=not missing,
         reason="; ".join(missing),
-        speculation=_speculation(recipe),
+        speculation=_speculation(recipe, target.plan.kv),
         vllm_speculative_config=vllm_speculative_config(recipe, DRAFT),
         validity=Validity(
             device=recipe.device,
@@ -152,9 +154,9 @@ def _draft_half(recipe: Recipe, draft: QuantizedModel | None) -> Half:
     return _half(recipe.draft.kind, DRAFT, draft)
 
 
-def _speculation(recipe: Recipe) -> dict[str, Any]:
+def _speculation(recipe: Recipe, kv: KVScheme | None) -> dict[str, Any]:
     """Draft length and sampling as the recipe says, the n-gram's own settings, and the command that serves the pair."""
-    settings = recipe.speculation.model_dump(mode="json") | {"vllm_command": vllm_command(recipe)}
+    settings = recipe.speculation.model_dump(mode="json") | {"vllm_command": vllm_command(recipe, kv=kv)}
     ngram = isinstance(recipe.draft, NgramDraft)
     return settings | ({"ngram": recipe.draft.model_dump(mode="json", exclude={"kind"})} if ngram else {})
 
@@ -174,8 +176,13 @@ def _verify(model: QuantizedModel, back: QuantizedModel, name: str) -> None:
     for layer, linear in model.linears.items():
         other = back.linears[layer]
         same = torch.equal(linear.weight.codes.view(torch.uint8), other.weight.codes.view(torch.uint8))
+        same = same and same_matrix(linear.outliers, other.outliers)
         if not same or not torch.equal(linear.weight.scale, other.weight.scale):
             raise IntegrityError(f"{name}: {layer}", "reads back different from what was written", "check the disk")
+    for kind in ("k_scale", "v_scale", "q_scale"):
+        made, read = getattr(model, kind), getattr(back, kind)
+        if made.keys() != read.keys() or not all(torch.equal(made[layer], read[layer]) for layer in made):
+            raise IntegrityError(f"{name}: {kind}", "reads back different from what was written", "check the disk")
     if back.plan.kv != model.plan.kv or back.tensors.keys() != model.tensors.keys():
         raise IntegrityError(name, "reads back different from what was written", "check the disk")
 

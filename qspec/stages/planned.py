@@ -13,22 +13,31 @@ from qspec.plan import LayerScheme, QuantPlan
 from qspec.records import ArchMap
 from qspec.schema.datasets import dataset
 from qspec.schema.devices import DeviceSheet, read_device
-from qspec.schema.recipe import MlpDraft, ModelDraft, QuantSpec, Recipe, SelfDraft
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import MlpDraft, ModelDraft, Recipe, SelfDraft
+from qspec.stages.allocate import assumed_plan
 from qspec.stages.build_plan import build_plan, needs_statistics, resolve_plan
 from qspec.stages.duration import HalfCost, Step, steps
-from qspec.stages.footprint import Footprint, footprint, mlp_footprint
+from qspec.stages.footprint import Footprint, footprint, kv_window_bytes, mlp_footprint
 from qspec.stages.forecast import CONTEXT, Duo, rates
 from qspec.stages.load import resolve_arch
+from qspec.stages.rotate import rotated_arch
+from qspec.stages.units import candidate_schemes
 
 USABLE = 0.9
 """Share of a device's memory that weights and KV may take; the rest is activations and graphs."""
+STORED = 2
+"""Bytes that mixed precision counts for a value in the source's own dtype: nearly all models come in 16 bits."""
 MOST_PADDING = 1024
 """Head rows by which models of one tokenizer differ at most."""
 
 
 @dataclass(frozen=True)
 class PlannedHalf:
-    """One half of the pair, resolved: `bytes` under its plan, `plain` with nothing quantized."""
+    """One half of the pair, resolved: `bytes` under its plan, `plain` with nothing quantized.
+
+    With mixed precision the plan is one of the budget's size, not yet the one that measurements will give.
+    """
 
     model: str
     arch: ArchMap
@@ -37,6 +46,12 @@ class PlannedHalf:
     schemes: Mapping[str, LayerScheme | None]
     bytes: Footprint
     plain: Footprint
+
+    @property
+    def possible(self) -> Mapping[str, LayerScheme | None]:
+        """Schemes by layer, and those that a layer may yet get."""
+        open_to = candidate_schemes(self.spec) if self.spec.mixed is not None else {}
+        return {**self.schemes, **{f"mixed.candidates {name}": scheme for name, scheme in open_to.items()}}
 
 
 @dataclass(frozen=True)
@@ -89,10 +104,17 @@ class PlannedPair:
         halves = [half for half in (self.target.bytes, self.drafting) if half is not None]
         return sum(half.resident for half in halves), sum(half.kv_bytes_per_token for half in halves)
 
+    @property
+    def windows(self) -> int:
+        """Bytes of float KV windows that a sequence takes in both halves, beside its KV per token."""
+        halves = [half for half in (self.target, self.draft) if half is not None]
+        width: int = getattr(torch, self.dtype).itemsize
+        return sum(kv_window_bytes(half.arch, half.plan.kv, width, self.max_length) for half in halves)
+
     def capacity(self, length: int) -> int | None:
         """Sequences of `length` tokens that fit beside the weights; None without a limit."""
         weights, kv = self.weights_and_kv
-        return None if self.limit is None else max(0, int((self.limit - weights) // (kv * length)))
+        return None if self.limit is None else max(0, int((self.limit - weights) // (kv * length + self.windows)))
 
     @property
     def duo(self) -> Duo:
@@ -127,33 +149,38 @@ def resolve(recipe: Recipe) -> PlannedPair:
     sheet = read_device(recipe.device)
     dtype = recipe.dtype if recipe.dtype != "auto" else "float32" if sheet.capability is None else "bfloat16"
     width: int = getattr(torch, dtype).itemsize
+    stored = STORED if recipe.dtype == "auto" else width
     arch = resolve_arch(recipe.target)
-    target = _half(recipe.target.model, arch, recipe.target.quantization, width)
+    target = _half(recipe.target.model, arch, recipe.target.quantization, width, stored)
     draft, head, own_rows = None, None, arch.vocab_size
     if isinstance(recipe.draft, ModelDraft):
         own = resolve_arch(recipe.draft)
         own_rows, padded = own.vocab_size, replace(own, vocab_size=arch.vocab_size)
-        draft = _half(recipe.draft.model, padded, recipe.draft.quantization, width)
+        draft = _half(recipe.draft.model, padded, recipe.draft.quantization, width, stored)
     elif isinstance(recipe.draft, SelfDraft):
-        draft = _half(recipe.target.model, _truncated(arch, recipe.draft.layers), recipe.draft.quantization, width)
+        own = _truncated(arch, recipe.draft.layers)
+        draft = _half(recipe.target.model, own, recipe.draft.quantization, width, stored)
     elif isinstance(recipe.draft, MlpDraft):
         head = mlp_footprint(recipe.draft, arch, width)
     return PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
 
 
-def _half(model: str, arch: ArchMap, spec: QuantSpec, width: int) -> PlannedHalf:
-    plan = build_plan(spec)
+def _half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: int) -> PlannedHalf:
+    plan, original = build_plan(spec), arch
+    arch = rotated_arch(arch, spec.rotation)
+    if spec.mixed is not None:
+        plan = assumed_plan(spec, plan, arch, stored)
     schemes = resolve_plan(plan, arch)
     if spec.engine == "llmcompressor":
         oneshot.refuse(arch, spec, plan, [[0]])
-    plain = footprint(arch, dict.fromkeys(schemes), None, width)
+    plain = footprint(original, dict.fromkeys(schemes), None, width)
     return PlannedHalf(model, arch, spec, plan, schemes, footprint(arch, schemes, plan.kv, width), plain)
 
 
 def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:
     if layers is not None and layers > arch.n_layers:
         raise RecipeError(f"draft.layers {layers}", f"the target has {arch.n_layers} layers", "keep fewer, or omit it")
-    return replace(arch, n_layers=layers or arch.n_layers)
+    return arch.first(layers or arch.n_layers)
 
 
 def _known_data(recipe: Recipe) -> None:

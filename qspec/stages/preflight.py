@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qspec.errors import RecipeError
+from qspec.numerics.formats import FP8_E5M2
 from qspec.plan import KVScheme, LayerScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import ADA, DeviceSheet
 from qspec.schema.recipe import MlpDraft, ModelDraft, Recipe, SelfDraft
+from qspec.stages.kv_served import refusal
 
 Schemes = Mapping[str, LayerScheme | None]
+
+NO_E5M2 = "servers read float8 as E4M3; E5M2 runs in qspec's own engine on CPU only"
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,41 @@ def device_findings(
         yield from _kv_findings(sheet, kv, arch)
 
 
+def outlier_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
+    """Remarks about weights that are kept apart."""
+    halves = [recipe.target, *([recipe.draft] if isinstance(recipe.draft, ModelDraft | SelfDraft) else [])]
+    sparse = [half for half in halves if half.quantization.outliers is not None]
+    rule = "no server runs dense + sparse weights, only qspec's own engine (CPU)"
+    if sparse and sheet.capability is not None:
+        yield Finding("refused", f"outliers on {sheet.name}", rule, "set device: cpu, or outliers: null")
+    if recipe.target in sparse and any("hf" in task.backends for task in recipe.evaluation.tasks):
+        rule = "transformers cannot load dense + sparse weights"
+        yield Finding("refused", "evaluation.tasks backend hf with outliers", rule, "use backends: [qspec]")
+
+
+def format_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
+    """Remarks about float formats that data chooses."""
+    halves = [recipe.target, *([recipe.draft] if isinstance(recipe.draft, ModelDraft | SelfDraft) else [])]
+    adaptive = [half for half in halves if half.quantization.fp8_format == "adaptive"]
+    if adaptive and sheet.capability is not None:
+        fix = "use fp8_format: e4m3, or device: cpu"
+        yield Finding("refused", f"fp8_format adaptive on {sheet.name}", NO_E5M2, fix)
+    if recipe.target in adaptive and any("hf" in task.backends for task in recipe.evaluation.tasks):
+        rule = "transformers refuses a checkpoint in which a layer got E5M2"
+        yield Finding("refused", "evaluation.tasks backend hf with fp8_format adaptive", rule, "use backends: [qspec]")
+
+
+def rotation_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
+    """Remarks about transforms that a half needs at run time."""
+    halves = [recipe.target, *([recipe.draft] if isinstance(recipe.draft, ModelDraft | SelfDraft) else [])]
+    transformed = [half for half in halves if half.quantization.transforms_inputs]
+    rule = "needs a Hadamard transform at run time, which is proven in qspec's own engine (CPU) alone"
+    if transformed and sheet.capability is not None:
+        yield Finding("refused", f"rotation.r4 on {sheet.name}", rule, "set rotation: {r4: false}; r1 and r2 need none")
+    if recipe.target in transformed and any("hf" in task.backends for task in recipe.evaluation.tasks):
+        yield Finding("refused", "evaluation.tasks backend hf of rotation.r4", rule, "use backends: [qspec]")
+
+
 def pair_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
     """Remarks about target and draft together."""
     if isinstance(recipe.draft, MlpDraft):
@@ -89,6 +128,8 @@ def _scheme_findings(sheet: DeviceSheet, scheme: LayerScheme, dtype: str) -> Ite
         yield Finding("refused", value, "INT8 matmul kernels exist for SM75 to SM90 only", "use scheme: FP8_DYNAMIC")
     if fp8 and sm is not None and sm < ADA:
         yield Finding("refused", value, "FP8 matmul needs SM89 or newer", "use scheme: W8A8")
+    if sm is not None and any(part.fmt == FP8_E5M2 for part in (scheme.weight, scheme.activation) if part):
+        yield Finding("refused", value, NO_E5M2, "use fp8_format: e4m3, or device: cpu")
     if scheme.name == "FP8_BLOCK" and sm == ADA:
         rule = "block FP8 has no kernel of its own on Ada and runs slower there than 16-bit weights"
         yield Finding("refused", value, rule, "use scheme: FP8_DYNAMIC or W8A8")
@@ -107,19 +148,20 @@ def _scheme_findings(sheet: DeviceSheet, scheme: LayerScheme, dtype: str) -> Ite
 
 
 def _kv_findings(sheet: DeviceSheet, kv: KVScheme, arch: ArchMap | None) -> Iterator[Finding]:
-    value, sm = f"KV {kv.fmt.name} {kv.granularity} on {sheet.name} ({sheet.architecture})", sheet.capability
-    if kv.fmt.name == "fp8_e5m2":
-        yield Finding(
-            "refused", value, "E5M2 KV is refused beside FP8 weights and has corrupted output", "use fp8_e4m3"
-        )
-    if kv.fmt.is_float and sm is not None and sm < ADA:
+    key, sm = kv.parts[0], sheet.capability
+    value, reason = f"KV {kv.label} on {sheet.name} ({sheet.architecture})", refusal(kv)
+    if reason is not None and sm is not None:
+        yield Finding("refused", value, reason, "use device: cpu, or kv: {format: fp8_e4m3}")
+        return
+    if reason is not None:
+        yield Finding("note", value, reason, "serve with qspec, or use kv: {format: fp8_e4m3}")
+    if key.fmt.is_float and sm is not None and sm < ADA:
         fix = "use kv: {format: int8, granularity: token_head}"
         yield Finding("warning", value, "fast attention kernels read FP8 KV from SM89 on", fix)
-    if kv.fmt.is_float and kv.granularity == "tensor" and arch is not None and arch.qkv_bias:
+    if key.fmt.is_float and key.granularity == "tensor" and arch is not None and arch.qkv_bias:
         rule = "key biases (Qwen2 family) make outliers that one FP8 scale per layer can lose"
-        yield Finding(
-            "warning", value, rule, "use granularity: head, or kv: null; the report measures the KL either way"
-        )
-    if kv.granularity == "token_head" and sm is None:
+        fix = "use skip_layers: auto, granularity: head, or kv: null; the report measures the KL either way"
+        yield Finding("warning", value, rule, fix)
+    if key.granularity == "token_head" and sm is None and reason is None:
         rule = "vLLM on CPU loads per-token-head KV without error and then writes garbage (qspec's own engine runs it)"
         yield Finding("warning", value, rule, "serve with qspec, or use granularity: tensor")

@@ -6,9 +6,10 @@ from typing import Any
 
 from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from qspec.numerics.roofline import bytes_moved, pass_seconds, ridge_rows
-from qspec.plan import KVScheme, TensorScheme
+from qspec.plan import KVPart, KVScheme, TensorScheme
+from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import MlpDraft, Recipe
-from qspec.stages.build_plan import needs_statistics
+from qspec.stages.build_plan import needs_statistics, scheme_label
 from qspec.stages.duration import basis
 from qspec.stages.exports import exports, transformers_snippet, vllm_command
 from qspec.stages.footprint import Footprint
@@ -16,6 +17,7 @@ from qspec.stages.forecast import ALPHAS, CONTEXT, gain
 from qspec.stages.planned import PlannedHalf, PlannedPair, resolve
 from qspec.stages.preflight import raise_refused, refuse_unbuilt
 from qspec.stages.remarks import remarks
+from qspec.stages.units import candidate_schemes
 
 
 def admit(recipe: Recipe) -> PlannedPair:
@@ -38,7 +40,7 @@ def preview(recipe: Recipe) -> dict[str, Any]:
         "memory": _memory(pair),
         "speed": _speed(pair),
         "time": _time(pair),
-        "exports": [served.model_dump() for served in exports(recipe, pair.sheet)],
+        "exports": [served.model_dump() for served in exports(recipe, pair.sheet, pair.target.arch)],
         "commands": {
             "vllm": vllm_command(recipe),
             "transformers": transformers_snippet(recipe, pair.sheet.capability),
@@ -57,9 +59,17 @@ def _half_view(half: PlannedHalf) -> dict[str, Any]:
         "engine": half.spec.engine,
         "method": half.spec.method,
         "linears": [_group_view(half, label, group.layers) for label, group in half.bytes.groups.items()],
+        "mixed": _mixed_view(half.spec),
         "kv": _kv_text(half.plan.kv),
         "calibrated_for": needs_statistics(half.schemes, half.plan, half.spec),
     }
+
+
+def _mixed_view(spec: QuantSpec) -> dict[str, Any] | None:
+    """What mixed precision will solve; None where the recipe says every layer's scheme."""
+    if spec.mixed is None:
+        return None
+    return {**spec.mixed.model_dump(mode="json"), "labels": list(map(scheme_label, candidate_schemes(spec).values()))}
 
 
 def _draft_view(pair: PlannedPair) -> dict[str, Any]:
@@ -76,6 +86,7 @@ def _group_view(half: PlannedHalf, label: str, layers: tuple[str, ...]) -> dict[
     return {
         "layers": len(layers),
         "scheme": label,
+        "bits": half.bytes.groups[label].bits,
         "weights": _tensor_text(scheme.weight) if scheme else None,
         "activations": _tensor_text(scheme.activation) if scheme and scheme.activation else None,
         "parts": dict(Counter(layer.rpartition(".")[2] for layer in layers)),
@@ -103,10 +114,27 @@ def _granularity_text(granularity: Granularity) -> str:
 def _kv_text(kv: KVScheme | None) -> str:
     if kv is None:
         return "not quantized"
-    if kv.granularity == "token_head":
-        return f"{kv.fmt.name}, a scale per token and head, at run time"
-    origin = "measured on calibration text" if kv.scales == "calibrated" else "1.0 (cast)"
-    return f"{kv.fmt.name}, a scale per {'layer' if kv.granularity == 'tensor' else 'head'}, {origin}"
+    key, value = (_kv_part_text(part, kv.scales) for part in kv.parts)
+    more = {
+        f"newest {kv.residual} tokens in float": kv.residual,
+        f"queries rounded, a scale per {'layer' if kv.query == 'tensor' else 'head'}": kv.query,
+        "layers of large measured error in float": kv.skip_layers == "auto",
+        f"layers {', '.join(map(str, kv.skip_layers))} in float": kv.skip_layers and kv.skip_layers != "auto",
+    }
+    text = key if key == value else f"keys {key}; values {value}"
+    return "; ".join([text, *(said for said, asked in more.items() if asked)])
+
+
+def _kv_part_text(part: KVPart, scales: str) -> str:
+    own = [" piecewise"] * part.piecewise + [f" with {part.outliers:g}% outliers"] * bool(part.outliers)
+    name = part.fmt.name + "".join(own)
+    if part.granularity == "token_head":
+        return f"{name}, a scale per token and head, at run time"
+    if part.granularity == "channel":
+        return f"{name}, a scale per channel and {part.group} tokens, at run time"
+    measured, cast = "measured on calibration text", "1.0 (cast)"
+    origin = {"calibrated": measured, "cast": cast, "auto": f"{measured} or {cast} by measured KL"}[scales]
+    return f"{name}, a scale per {'layer' if part.granularity == 'tensor' else 'head'}, {origin}"
 
 
 def _memory(pair: PlannedPair) -> dict[str, Any]:

@@ -33,10 +33,17 @@ def _half(name: str, half: View) -> Iterator[str]:
     for group in half.get("linears", ()):
         plural = "layer  " if group["layers"] == 1 else "layers "
         yield f"  {group['layers']:>4} {plural} {group['scheme']:<12} {_formats(group)}"
+    if half.get("mixed") is not None:
+        yield f"  mixed precision: solved at run time {_mixed(half['mixed'])}; the split above is one of that size"
     if "kv" in half:
         yield f"  KV cache     {half['kv']}"
         why = ", ".join(half["calibrated_for"]) or "nothing: rounding needs no text"
         yield f"  calibration  {why} ({half['engine']}, {half['method']})"
+
+
+def _mixed(mixed: View) -> str:
+    budget = f"{mixed['bits']:g} bits" if mixed["bits"] is not None else f"{mixed['megabytes']:g} MB"
+    return f"for {budget} among {', '.join(mixed['labels'])}, by metric {mixed['metric']}"
 
 
 def _formats(group: View) -> str:
@@ -44,7 +51,7 @@ def _formats(group: View) -> str:
         return "kept: " + ", ".join(group["parts"])
     activations = group["activations"] or "not quantized"
     only = "" if len(group["parts"]) >= 7 else f"; {', '.join(group['parts'])}"
-    return f"weights {group['weights']}; activations {activations}{only}"
+    return f"weights {group['weights']} ({group['bits']:.2f} bits); activations {activations}{only}"
 
 
 def _memory(view: View) -> Iterator[str]:

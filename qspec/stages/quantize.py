@@ -1,6 +1,6 @@
 """Round a model to nearest under its plan, layer by layer; scales that runtimes merge are shared before rounding."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,10 +12,11 @@ from qspec.numerics.affine import QTensor, quantize_weight, tensor_amax
 from qspec.numerics.blocks import PerTensor
 from qspec.numerics.clipping import clipped_range
 from qspec.numerics.codes import symmetric_scale
-from qspec.numerics.kv import static_scale
+from qspec.numerics.outliers import SparseMatrix, split
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, TensorScheme
 from qspec.progress import Progress
-from qspec.records import FUSED_GROUPS, ArchMap, LayerStats, LoadedModel, QLinear, QuantizedModel
+from qspec.records import ArchMap, LayerStats, LoadedModel, QLinear, QuantizedModel, fused_with
+from qspec.stages.kv_scales import key_biases, kv_scales, largest_seen
 
 
 def quantize(
@@ -37,8 +38,10 @@ def quantize(
     linears: dict[str, QLinear] = {}
     units = list(_units(schemes, share_scales))
     for unit in (progress or Progress(quiet=True)).track(units, "quantize", len(units), "layers"):
-        linears |= _quantize_unit(model, unit, schemes[unit[0]], stats, notes)
-    k_scale, v_scale = _kv_scales(model.arch, plan.kv, stats, notes)
+        linears |= quantize_unit(model, unit, schemes[unit[0]], stats, notes)
+    scales = kv_scales(model.arch, plan.kv, stats, notes)
+    notes.extend(unseen_experts(model.arch, schemes, stats))
+    notes.extend(key_biases(model, plan.kv, stats))
     owned = {f"{layer}.{part}" for layer in schemes for part in ("weight", "bias")}
     return QuantizedModel(
         model.arch,
@@ -48,16 +51,17 @@ def quantize(
         model.config,
         model.tokenizer,
         model.source,
-        k_scale,
-        v_scale,
+        scales.k,
+        scales.v,
         notes=tuple(notes),
+        q_scale=scales.q,
     )
 
 
 def _refuse(arch: ArchMap, schemes: Mapping[str, LayerScheme], kv: KVScheme | None, stats: LayerStats | None) -> None:
     refuse_tied_head(arch, schemes)
     static = next((layer for layer, s in schemes.items() if s.activation and not s.activation.dynamic), None)
-    calibrated = kv is not None and kv.granularity != "token_head" and kv.scales == "calibrated"
+    calibrated = kv is not None and kv.calibrated
     needs = static or ("the KV cache" if calibrated else None)
     if needs and (stats is None or stats.tokens == 0):
         raise RecipeError(needs, "has static scales, which need calibration data", "calibrate, or use a dynamic scheme")
@@ -68,19 +72,10 @@ def _units(schemes: Mapping[str, LayerScheme], share_scales: bool) -> Iterator[t
     done: set[str] = set()
     for layer, scheme in schemes.items():
         if layer not in done:
-            mates = [mate for mate in _merged_with(layer) if schemes.get(mate) == scheme]
+            mates = [mate for mate in fused_with(layer) if schemes.get(mate) == scheme]
             unit = tuple(mates) if share_scales and _per_tensor(scheme) and mates else (layer,)
             done.update(unit)
             yield unit
-
-
-def _merged_with(layer: str) -> list[str]:
-    """All members of the layer's fused group, in order; empty when it is in none."""
-    for group in FUSED_GROUPS:
-        for part in group:
-            if layer.endswith(f".{part}"):
-                return [layer.removesuffix(part) + member for member in group]
-    return []
 
 
 def _per_tensor(scheme: LayerScheme) -> bool:
@@ -88,20 +83,30 @@ def _per_tensor(scheme: LayerScheme) -> bool:
     return isinstance(scheme.weight.granularity, PerTensor) or static_input
 
 
-def _quantize_unit(
+def quantize_unit(
     model: LoadedModel, unit: Sequence[str], scheme: LayerScheme, stats: LayerStats | None, notes: list[str]
 ) -> dict[str, QLinear]:
-    weights = [finite_weight(model, layer) for layer in unit]
-    quantized = _quantize_weights(weights, scheme.weight)
-    input_scale = _input_scale(unit, scheme.activation, stats, notes)
+    """Layers that read one input and share what is per tensor; `notes` gets a sentence where a scale is made up."""
+    moment_K = importance(unit[0], stats)
+    weights, outliers = zip(*(_split(finite_weight(model, layer), scheme, moment_K) for layer in unit), strict=True)
+    quantized = quantize_weights(weights, scheme.weight, moment_K)
+    input_scale = static_input_scale(unit, scheme.activation, stats, notes)
     for layer, weight in zip(unit, quantized, strict=True):
         lint_scale(f"{layer}.weight_scale", weight.scale)
         if input_scale is not None:
             lint_scale(f"{layer}.input_scale", input_scale)
     return {
-        layer: QLinear(weight, scheme.activation, input_scale, model.tensors.get(f"{layer}.bias"))
-        for layer, weight in zip(unit, quantized, strict=True)
+        layer: QLinear(weight, scheme.activation, input_scale, model.tensors.get(f"{layer}.bias"), apart)
+        for layer, weight, apart in zip(unit, quantized, outliers, strict=True)
     }
+
+
+def _split(w_NK: Tensor, scheme: LayerScheme, moment_K: Tensor | None) -> tuple[Tensor, SparseMatrix | None]:
+    """The weight to round, and what of it is kept apart."""
+    if not scheme.outliers:
+        return w_NK, None
+    weight = scheme.weight
+    return split(w_NK, scheme.outliers, weight.fmt, weight.granularity, weight.symmetric, moment_K)
 
 
 def finite_weight(model: LoadedModel, layer: str) -> Tensor:
@@ -112,27 +117,63 @@ def finite_weight(model: LoadedModel, layer: str) -> Tensor:
     return weight.float()
 
 
-def _quantize_weights(weights: Sequence[Tensor], scheme: TensorScheme) -> list[QTensor]:
-    """Codes of each matrix. With per-tensor scales several are quantized as one, so that they share the scale."""
+def importance(layer: str, stats: LayerStats | None) -> Tensor | None:
+    """Mean square of every input channel in the kept sample, `[K]`: what an error of that column's weights costs.
+
+    None where calibration never saw the layer, or only zeros.
+    """
+    sample = None if stats is None else stats.inputs_TK.get(layer)
+    if sample is None or not bool(sample.any()):
+        return None
+    return sample.float().square().mean(0)
+
+
+def quantize_weights(
+    weights: Sequence[Tensor], scheme: TensorScheme, importance_K: Tensor | None = None
+) -> list[QTensor]:
+    """Codes of each matrix. With per-tensor scales several are quantized as one, so that they share the scale.
+
+    `importance_K`, of the input that all of them read, weighs the errors of the `mse` clip.
+    """
+    form = (scheme.fmt, scheme.granularity, scheme.symmetric, scheme.clip, importance_K)
     if len(weights) == 1 or not isinstance(scheme.granularity, PerTensor):
-        return [quantize_weight(w, scheme.fmt, scheme.granularity, scheme.symmetric, scheme.clip) for w in weights]
-    whole = quantize_weight(torch.cat(list(weights)), scheme.fmt, scheme.granularity, scheme.symmetric, scheme.clip)
+        return [quantize_weight(w, *form) for w in weights]
+    whole = quantize_weight(torch.cat(list(weights)), *form)
     rows = torch.split_with_sizes(whole.codes, [w.shape[0] for w in weights])
     return [replace(whole, codes=codes.clone(), scale=whole.scale.clone()) for codes in rows]
 
 
-def _input_scale(
+def static_input_scale(
     unit: Sequence[str], scheme: TensorScheme | None, stats: LayerStats | None, notes: list[str]
 ) -> Tensor | None:
-    """`[1]`, or None for dynamic and for no activation quantization."""
+    """`[1]`, shared by the layers of `unit`; None for dynamic and for no activation quantization."""
     if scheme is None or scheme.dynamic or stats is None:
         return None
     ranges = [_input_amax(layer, scheme, stats) for layer in unit]
     amax = torch.stack(ranges).amax(0)
     if not bool(amax > 0):
-        amax, origin = _fallback_amax(unit[0], stats.amax_K, scheme.fmt.qmax)
-        notes.append(f"{', '.join(unit)}: no activation seen in calibration; input scale from {origin}.")
+        block, expert, _ = unit[0].partition(".experts.")
+        seen = {name: amax_K for name, amax_K in stats.amax_K.items() if name.startswith(block)}
+        amax, origin = largest_seen(unit[0], seen if expert else stats.amax_K, scheme.fmt.qmax)
+        if not expert:  # `unseen_experts` counts those
+            notes.append(f"{', '.join(unit)}: no activation seen in calibration; input scale from {origin}.")
     return symmetric_scale(amax, scheme.fmt)
+
+
+def unseen_experts(arch: ArchMap, schemes: Container[str], stats: LayerStats | None) -> list[str]:
+    """A sentence per decoder layer in which calibration sent no token to some quantized experts."""
+    found: list[str] = []
+    if stats is None or not stats.tokens:
+        return found
+    for layer in arch.layers:
+        first = [f"{mlp}.gate_proj" for mlp in arch.mlps(layer)] if arch.router(layer) else []
+        missed = sum(name in schemes and name not in stats.amax_K for name in first)
+        if missed:
+            found.append(
+                f"{layer}: {missed} of {len(first)} experts saw no calibration token; static input scales are the "
+                "largest of its other experts, weights are rounded without statistics."
+            )
+    return found
 
 
 def _input_amax(layer: str, scheme: TensorScheme, stats: LayerStats) -> Tensor:
@@ -144,48 +185,5 @@ def _input_amax(layer: str, scheme: TensorScheme, stats: LayerStats) -> Tensor:
     if scheme.clip.method == "absmax" or sample is None or not sample.numel():
         return amax
     _, hi = clipped_range(sample.reshape(1, -1).float(), scheme.fmt, scheme.clip, True)
-    return torch.minimum(amax, hi.reshape(1))
-
-
-def _fallback_amax(layer: str, seen: Mapping[str, Tensor], otherwise: float) -> tuple[Tensor, str]:
-    """Largest magnitude that layers of the same kind saw, and in words where it comes from."""
-    kind = layer.rpartition(".")[2]
-    known = [tensor_amax(amax) for name, amax in seen.items() if name.rpartition(".")[2] == kind]
-    largest = torch.stack(known).amax(0) if known else torch.zeros(1)
-    if bool(largest > 0):
-        return largest, f"the largest of all {kind}"
-    return torch.full((1,), otherwise), "the format's own range (scale 1)"
-
-
-def _kv_scales(
-    arch: ArchMap, kv: KVScheme | None, stats: LayerStats | None, notes: list[str]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Stored scales of keys and values by layer: `[1]` or `[n_kv_heads]`; empty when they are dynamic."""
-    if kv is None or kv.granularity == "token_head":
-        return {}, {}
-    layers = [f"model.layers.{i}.self_attn" for i in range(arch.n_layers)]
-    if kv.scales == "cast":
-        ones = torch.ones(arch.n_kv_heads if kv.granularity == "head" else 1)
-        return {layer: ones.clone() for layer in layers}, {layer: ones.clone() for layer in layers}
-    assert stats is not None
-    heads = arch.n_kv_heads
-    keys = _kv_scale(layers, heads, kv, stats.k_amax_H, notes, "key")
-    return keys, _kv_scale(layers, heads, kv, stats.v_amax_H, notes, "value")
-
-
-def _kv_scale(
-    layers: Sequence[str], heads: int, kv: KVScheme, amax_H: Mapping[str, Tensor], notes: list[str], what: str
-) -> dict[str, Tensor]:
-    """A head that calibration never excited gets the range of the largest head of its layer, or of all layers."""
-    scales = {}
-    for layer in layers:
-        seen = amax_H.get(layer, torch.zeros(heads)).float()
-        if not bool((seen > 0).all()):
-            largest = tensor_amax(seen)
-            amax, origin = (largest, "its largest head") if largest > 0 else _fallback_amax(layer, amax_H, kv.fmt.qmax)
-            notes.append(f"{layer}: {what} heads without range in calibration; their scale comes from {origin}.")
-            seen = torch.where(seen > 0, seen, amax)
-        scale = static_scale(seen if kv.granularity == "head" else seen.amax().reshape(1), kv.fmt)
-        lint_scale(f"{layer}.{what[0]}_scale", scale)
-        scales[layer] = scale
-    return scales
+    # A clip that cuts nothing off the sample has no reason to cut what the sample missed.
+    return amax if bool(hi >= tensor_amax(sample)) else torch.minimum(amax, hi.reshape(1))

@@ -5,15 +5,25 @@ from collections.abc import Iterator
 from qspec.schema.recipe import ModelDraft
 from qspec.stages.forecast import ALPHAS, gain
 from qspec.stages.planned import MOST_PADDING, PlannedHalf, PlannedPair
-from qspec.stages.preflight import Finding, device_findings, pair_findings
+from qspec.stages.preflight import (
+    Finding,
+    device_findings,
+    format_findings,
+    outlier_findings,
+    pair_findings,
+    rotation_findings,
+)
 
 
 def remarks(pair: PlannedPair) -> Iterator[Finding]:
     """Every remark: device, pair, sizes, speed, budgets."""
-    yield from device_findings(pair.sheet, pair.target.schemes, pair.target.plan.kv, pair.dtype, pair.target.arch)
+    yield from device_findings(pair.sheet, pair.target.possible, pair.target.plan.kv, pair.dtype, pair.target.arch)
     if pair.draft is not None:
-        yield from device_findings(pair.sheet, pair.draft.schemes, pair.draft.plan.kv, pair.dtype, pair.draft.arch)
+        yield from device_findings(pair.sheet, pair.draft.possible, pair.draft.plan.kv, pair.dtype, pair.draft.arch)
         yield from _draft_findings(pair, pair.draft)
+    yield from rotation_findings(pair.sheet, pair.recipe)
+    yield from outlier_findings(pair.sheet, pair.recipe)
+    yield from format_findings(pair.sheet, pair.recipe)
     yield from pair_findings(pair.sheet, pair.recipe)
     if pair.sheet.capability is not None:
         rule = "`run` computes on the CPU: it makes and checks the pair for this device, and measures no speed"
@@ -51,6 +61,7 @@ def _memory_findings(pair: PlannedPair) -> Iterator[Finding]:
         rule = f"{pair.target.model} knows {pair.target.arch.max_positions:,} positions"
         yield Finding("refused", f"speculation.max_length {pair.max_length:,}", rule, "lower it")
     weights, kv = pair.weights_and_kv
+    weights += pair.windows
     limit, need = pair.limit, weights + kv * pair.max_length
     if limit is None or need <= limit:
         return

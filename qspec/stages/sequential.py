@@ -1,27 +1,25 @@
-"""GPTQ layer by layer: each decoder layer is rounded for the inputs that its quantized predecessors give it.
+"""GPTQ piece by piece: each layer answers the inputs of its quantized predecessors as the float model would have.
 
-Hidden states of all rows are kept, and the float weights and second moments of one layer at a time. Some rows are held
+Hidden states of all rows are kept, and the float weights and second moments of one piece at a time. Some rows are held
 out of the second moments: on them damping is chosen, and there feedback must beat rounding to nearest, or is not taken.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 import logging
 from statistics import median
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-import torch.nn.functional as F
 
 from qspec.errors import RecipeError
 from qspec.nn.decoder import Decoder
 from qspec.numerics import gptq
 from qspec.numerics.affine import QTensor
 from qspec.ops.reference import fake_quantize
-from qspec.progress import Progress
 from qspec.records import FUSED_GROUPS, LoadedModel, QLinear, QuantizedModel
+from qspec.stages.calibrate import advanced
 
 DAMPINGS = (0.01, 0.1, 1.0)
 """Tried for every layer: the paper's 0.01 overfits a few thousand tokens where inputs are many (`down_proj`)."""
@@ -30,196 +28,173 @@ HELD_OUT = slice(1, None, 4)
 
 _READERS = {group[0].rpartition(".")[2]: [part.rpartition(".")[2] for part in group] for group in FUSED_GROUPS}
 """Layers that share an input, by the one under whose name the decoder reports it; all others read alone."""
-_ALONE = "model.layers.0."
-
-V = TypeVar("V")
 
 log = logging.getLogger("qspec")
 
 
 @dataclass(frozen=True)
-class _Choice:
+class Choice:
     """What a layer got, and its error on held-out rows over that of rounding to nearest.
 
     damping None: rounding to nearest, for `reason`. raised: the damping asked for was too little.
     """
 
     layer: str
-    weight: QTensor
     damping: float | None
     raised: bool
     reason: str
     ratio: float
 
 
-def refine(
-    model: LoadedModel, rounded: QuantizedModel, rows: Sequence[list[int]], progress: Progress | None = None
-) -> QuantizedModel:
-    """`rounded`, the rounding to nearest of `model`, with codes chosen by error feedback on `rows` of token ids.
-
-    Scales, plan and all that is not a code stay. Notes sum up what was chosen, the log has every layer. Raises
-    `RecipeError` for fewer than two rows.
-    """
+def require_judge(rows: Sequence[object]) -> None:
+    """Raise `RecipeError` for fewer than two rows: one to fit, one to judge by."""
     if len(rows) < 2:
         raise RecipeError("method gptq", "needs two calibration texts, one of them to judge by", "raise samples")
-    linears, choices = dict(rounded.linears), list[_Choice]()
-
-    def take(moments: Mapping[str, "_Moments"]) -> None:
-        for choice in _choices(model, linears, moments):
-            linears[choice.layer] = replace(linears[choice.layer], weight=choice.weight)
-            choices.append(choice)
-
-    states = _embedded(model, rows)
-    count = model.arch.n_layers
-    for i in (progress or Progress(quiet=True)).track(range(count), "gptq", count, "layers"):
-        take(_layer_moments(_one_layer(model, rounded, i, {}, states), i, linears, states))
-        states = _advanced(_one_layer(model, rounded, i, linears, states), states)
-    if "lm_head" in linears:
-        take(_head_moments(model, linears, states))
-    return replace(rounded, linears=linears, notes=(*rounded.notes, *_notes(choices, rows)))
 
 
-class _Moments:
-    """`X^T X` of an input: over the rows to fit, and over those to judge by."""
+def refine(
+    piece: LoadedModel, rounded: QuantizedModel, exact: Sequence[Tensor], states: Sequence[Tensor]
+) -> tuple[QuantizedModel, list[Choice], list[Tensor]]:
+    """`rounded`, the rounding to nearest of `piece`, with codes chosen by error feedback, and how they were chosen.
 
-    def __init__(self, width: int) -> None:
-        self.fit_KK, self.held_out_KK = torch.zeros(width, width), torch.zeros(width, width)
+    Hidden states `[T, hidden]` per row before the piece: `exact` as the float model has them, `states` as the quantized
+    layers before give them; the latter are returned as they are after it. Scales, plan and all that is not a code stay.
+    """
+    linears, choices = dict(rounded.linears), list[Choice]()
+    for layer, weight, choice in _choices(piece, linears, _inputs(piece, rounded, exact, states)):
+        linears[layer] = replace(linears[layer], weight=weight)
+        choices.append(choice)
+        log.info("%s: %s, held-out error %.3f of rounding's", layer, choice.reason, choice.ratio)
+    refined = replace(rounded, linears=linears)
+    return refined, choices, advanced(_decoder(refined, states), states)
 
-    def add(self, x_TK: Tensor, held_out: bool) -> None:
-        (self.held_out_KK if held_out else self.fit_KK).addmm_(x_TK.T, x_TK)
 
+class _Inputs:
+    """What a layer reads, X, and D, what it lacks of the float model's inputs.
 
-class _Recorder:
-    """Observer of one layer alone that sums the moments of what quantized linears read, rounded as they will read it.
-
-    `prefix` is the layer's own, `held_out` says of which kind the current row is.
+    Of the rows to fit `X^T X` and `D^T X`; those to judge by as they are.
     """
 
-    def __init__(self, prefix: str, linears: Mapping[str, QLinear]) -> None:
-        self._prefix, self._linears = prefix, linears
-        self.held_out = False
-        self.moments: dict[str, _Moments] = {}
+    def __init__(self, width: int) -> None:
+        self.moments_KK, self.drift_KK = torch.zeros(width, width), torch.zeros(width, width)
+        self._held_out: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, name: str, x: Tensor) -> None:
-        layer = self._prefix + name.removeprefix(_ALONE) if name.startswith(_ALONE) else name
-        linear = self._linears.get(layer)
-        if linear is None:  # keys and values, and layers that stay in float
-            return
-        x_TK = x.float() if linear.activation is None else fake_quantize(x, linear.activation, linear.input_scale)
-        self.moments.setdefault(layer, _Moments(x.shape[1])).add(x_TK, self.held_out)
+    def fit(self, x_TK: Tensor, lack_TK: Tensor) -> None:
+        self.moments_KK.addmm_(x_TK.T, x_TK)
+        self.drift_KK.addmm_(lack_TK.T, x_TK)
 
+    def hold_out(self, x_TK: Tensor, lack_TK: Tensor) -> None:
+        self._held_out.append((x_TK, lack_TK))
 
-def _layer_moments(
-    decoder: Decoder, i: int, linears: Mapping[str, QLinear], states: Sequence[Tensor]
-) -> dict[str, _Moments]:
-    recorder = decoder.observer = _Recorder(f"model.layers.{i}.", linears)
-    held_out = range(len(states))[HELD_OUT]
-    for row, x_TK in enumerate(states):
-        recorder.held_out = row in held_out
-        decoder.truncate(0)
-        decoder.run_layers(x_TK)
-    return recorder.moments
+    def error(self, w_NK: Tensor, answer_NK: Tensor) -> float:
+        """Squared error of the outputs of `answer` on X against those of `w` on X + D, over the held-out rows."""
+        delta_NK = w_NK.float() - answer_NK
+        outputs = (x_TK @ delta_NK.T + lack_TK @ w_NK.float().T for x_TK, lack_TK in self._held_out)
+        return sum(float(lost_TN.square().sum(dtype=torch.float64)) for lost_TN in outputs)
 
 
-def _head_moments(model: LoadedModel, linears: Mapping[str, QLinear], states: Sequence[Tensor]) -> dict[str, _Moments]:
-    """What the head reads, by a decoder without layers whose embeddings are a row's hidden states."""
-    arch = replace(model.arch, n_layers=0, embed_scale=1.0, tied=True)
-    recorder, held_out = _Recorder("", linears), range(len(states))[HELD_OUT]
-    for row, x_TK in enumerate(states):
-        tensors = {"model.embed_tokens.weight": x_TK, "model.norm.weight": model.tensors["model.norm.weight"]}
-        decoder = Decoder.from_float(replace(model, arch=arch, tensors=tensors), max_length=x_TK.shape[0])
-        decoder.observer, recorder.held_out = recorder, row in held_out
-        decoder.forward(torch.arange(x_TK.shape[0]), last=1)
-    return recorder.moments
+def _inputs(
+    piece: LoadedModel, rounded: QuantizedModel, exact: Sequence[Tensor], states: Sequence[Tensor]
+) -> dict[str, _Inputs]:
+    """Inputs of the piece's quantized layers by name, while its own layers are in float; the KV cache as it will run.
 
-
-def _advanced(decoder: Decoder, states: Sequence[Tensor]) -> list[Tensor]:
-    """Hidden states after the decoder's layers, each row by itself."""
-    out = []
-    for x_TK in states:
-        decoder.truncate(0)
-        out.append(decoder.run_layers(x_TK))
-    return out
-
-
-def _embedded(model: LoadedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    embed_VK, scale = model.tensors["model.embed_tokens.weight"], model.arch.embed_scale
-    return [F.embedding(torch.tensor(row), embed_VK).float() * scale for row in rows]
-
-
-def _one_layer(
-    model: LoadedModel, rounded: QuantizedModel, i: int, linears: Mapping[str, QLinear], states: Sequence[Tensor]
-) -> Decoder:
-    """Layer `i` as a model of its own, with the KV cache as it will run; what is not in `linears` is in float."""
-    prefix, hidden = f"model.layers.{i}.", model.arch.hidden_size
-
-    unused = {"model.embed_tokens.weight": torch.zeros(1, hidden), "model.norm.weight": torch.ones(hidden)}
-    alone = replace(
-        rounded,
-        arch=replace(model.arch, n_layers=1, tied=True),
-        tensors=_own(model.tensors, prefix) | unused,
-        linears=_own(linears, prefix),
-        k_scale=_own(rounded.k_scale, prefix),
-        v_scale=_own(rounded.v_scale, prefix),
-    )
-    return Decoder.from_quantized(alone, max_length=max(x_TK.shape[0] for x_TK in states))
-
-
-def _own(items: Mapping[str, V], prefix: str) -> dict[str, V]:
-    """What belongs to one layer, under the names of the first."""
-    return {_ALONE + name.removeprefix(prefix): items[name] for name in items if name.startswith(prefix)}
-
-
-def _choices(model: LoadedModel, linears: Mapping[str, QLinear], moments: Mapping[str, _Moments]) -> list[_Choice]:
-    """Codes of every layer that reads one of the inputs; their factors are made once."""
-    found = []
-    for first, seen in moments.items():
-        block, _, part = first.rpartition(".")
-        layers = [f"{block}.{reader}" for reader in _READERS[part]] if part in _READERS else [first]
-        factors = [gptq.factor(seen.fit_KK, damping) for damping in DAMPINGS]
-        for layer in layers:
-            weight = model.lm_head() if layer == "lm_head" else model.tensors[f"{layer}.weight"]
-            choice = _best(layer, weight, linears[layer].weight, seen, factors)
-            log.info("%s: %s, held-out error %.3f of rounding's", layer, choice.reason, choice.ratio)
-            found.append(choice)
+    Experts are sent other tokens by either model, so that for them D is what rounding the activations takes.
+    """
+    reader = Decoder.from_float(piece, max_length=max(x_TK.shape[0] for x_TK in exact))
+    runner = _decoder(replace(rounded, linears={}, tensors=piece.tensors), states)
+    held_out, found = range(len(states))[HELD_OUT], dict[str, _Inputs]()
+    for row, (exact_TK, state_TK) in enumerate(zip(exact, states, strict=True)):
+        wanted, seen = _observed(reader, exact_TK), _observed(runner, state_TK)
+        for layer, x_TK in seen.items():
+            if layer not in rounded.linears:  # queries, keys and values, and layers that stay in float
+                continue
+            linear = rounded.linears[layer]
+            read = x_TK if linear.activation is None else fake_quantize(x_TK, linear.activation, linear.input_scale)
+            lack = (x_TK if ".experts." in layer else wanted[layer]) - read
+            inputs = found.setdefault(layer, _Inputs(x_TK.shape[1]))
+            (inputs.hold_out if row in held_out else inputs.fit)(read, lack)
     return found
 
 
-def _best(layer: str, w_NK: Tensor, rounded: QTensor, seen: _Moments, factors: Sequence[gptq.Factor | None]) -> _Choice:
+def _observed(decoder: Decoder, x_TK: Tensor) -> dict[str, Tensor]:
+    """All that an observer is shown while a piece runs over one row, float32."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str, x: Tensor) -> None:
+        seen[name] = x.float()
+
+    decoder.observer = keep
+    advanced(decoder, [x_TK])
+    return seen
+
+
+def _decoder(model: QuantizedModel, states: Sequence[Tensor]) -> Decoder:
+    return Decoder.from_quantized(model, max_length=max(x_TK.shape[0] for x_TK in states))
+
+
+def _choices(
+    piece: LoadedModel, linears: Mapping[str, QLinear], inputs: Mapping[str, _Inputs]
+) -> Iterator[tuple[str, QTensor, Choice]]:
+    """Codes of every layer that reads one of the inputs; their factors are made once."""
+    for first, seen in inputs.items():
+        block, _, part = first.rpartition(".")
+        layers = [f"{block}.{reader}" for reader in _READERS[part]] if part in _READERS else [first]
+        factors = [gptq.factor(seen.moments_KK, damping) for damping in DAMPINGS]
+        for layer in layers:
+            weight = piece.lm_head() if layer == "lm_head" else piece.tensors[f"{layer}.weight"]
+            yield layer, *_best(layer, weight.float(), linears[layer].weight, seen, factors)
+
+
+def _best(
+    layer: str, w_NK: Tensor, rounded: QTensor, seen: _Inputs, factors: Sequence[gptq.Factor | None]
+) -> tuple[QTensor, Choice]:
     """The damping of least error on held-out rows, and rounding to nearest where none is better than that."""
-    rounding = gptq.output_error(w_NK, rounded, seen.held_out_KK)
+    rounding = seen.error(w_NK, rounded.dequantize())
     reason = "no gain on held-out rows" if any(factors) else "no factor of the second moments"
-    best = _Choice(layer, rounded, None, False, f"rounding to nearest, {reason}", 1.0)
+    weight, best = rounded, Choice(layer, None, False, f"rounding to nearest, {reason}", 1.0)
+    aim_NK = _aim(w_NK, seen, factors)
     for asked, factor in zip(DAMPINGS, factors, strict=True):
-        solution = gptq.solve(w_NK, rounded, seen.fit_KK, factor)
+        solution = gptq.solve(aim_NK, rounded, seen.moments_KK, factor)
         if factor is None or solution.outcome != "solved":
             continue
-        ratio = gptq.output_error(w_NK, solution.weight, seen.held_out_KK) / rounding if rounding else 1.0
+        ratio = seen.error(w_NK, solution.weight.dequantize()) / rounding if rounding else 1.0
         if ratio < best.ratio:
             raised = factor.damping != asked
             reason = f"gptq, damping {factor.damping:g}{' (raised)' if raised else ''}"
-            best = _Choice(layer, solution.weight, factor.damping, raised, reason, ratio)
-    return best
+            weight, best = solution.weight, Choice(layer, factor.damping, raised, reason, ratio)
+    return weight, best
 
 
-def _notes(choices: Sequence[_Choice], rows: Sequence[list[int]]) -> list[str]:
+def _aim(w_NK: Tensor, seen: _Inputs, factors: Sequence[gptq.Factor | None]) -> Tensor:
+    """`w`, corrected for what was rounded before it as far as that helps on held-out rows."""
+    best_NK, least = w_NK, seen.error(w_NK, w_NK)
+    for factor in factors:
+        if factor is not None:
+            moved_NK = gptq.corrected(w_NK, seen.drift_KK, factor)
+            error = seen.error(w_NK, moved_NK)
+            if error < least:
+                best_NK, least = moved_NK, error
+    return best_NK
+
+
+def notes(choices: Sequence[Choice], rows: int) -> list[str]:
     """Sentences for the report: how many layers gained, by how much, and which were exceptions."""
     taken = [choice for choice in choices if choice.damping is not None]
-    judged = rows[HELD_OUT]
-    fitted = f"fitted to {len(rows) - len(judged)} texts, judged on {len(judged)} others"
-    notes = [f"GPTQ: {len(taken)} of {len(choices)} layers, {fitted}."]
+    judged = len(range(rows)[HELD_OUT])
+    fitted = f"fitted to {rows - judged} texts, judged on {judged} others"
+    lines = [f"GPTQ: {len(taken)} of {len(choices)} layers, {fitted}."]
     if taken:
         ratio = median(choice.ratio for choice in taken)
         used = sorted(Counter(choice.damping for choice in taken if choice.damping is not None).items())
         dampings = ", ".join(f"{damping:g} in {count}" for damping, count in used)
-        notes.append(f"GPTQ: held-out output error {ratio:.2f} of rounding's (median); damping {dampings} layers.")
+        lines.append(f"GPTQ: held-out output error {ratio:.2f} of rounding's (median); damping {dampings} layers.")
     by_reason: dict[str, list[str]] = {}
     for choice in choices:
         if choice.damping is None:
             by_reason.setdefault(choice.reason, []).append(choice.layer)
         elif choice.raised:
             by_reason.setdefault("damping raised", []).append(choice.layer)
-    return notes + [f"GPTQ, {reason}: {_listed(layers)}." for reason, layers in by_reason.items()]
+    return lines + [f"GPTQ, {reason}: {_listed(layers)}." for reason, layers in by_reason.items()]
 
 
 def _listed(layers: Sequence[str], most: int = 8) -> str:

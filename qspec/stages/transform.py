@@ -1,8 +1,7 @@
 """Rewrites that leave the function as it is, up to rounding, and make it easier to quantize: smoothing, norm folds."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-import re
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,12 +12,13 @@ from qspec.numerics.folding import divide_gain, divide_rows, fold_norm, scale_co
 from qspec.numerics.smoothing import search_strength, smoothing_scale, weights_amax
 from qspec.ops.reference import fake_quantize
 from qspec.plan import LayerScheme, QuantPlan
-from qspec.records import FUSED_GROUPS, LAYER_LINEARS, ArchMap, LayerStats, LoadedModel
-from qspec.schema.recipe import FusionSpec, QuantSpec, SmoothingSpec
+from qspec.records import FUSED_GROUPS, LAYER_LINEARS, ArchMap, LayerStats, LoadedModel, layer_number
+from qspec.schema.quantization import QuantSpec, SmoothingSpec
+from qspec.schema.recipe import FusionSpec
 
-QKV, GATE_UP = FUSED_GROUPS
-O_PROJ, DOWN_PROJ = LAYER_LINEARS[3], LAYER_LINEARS[6]
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+QKV, O_PROJ = FUSED_GROUPS[0], LAYER_LINEARS[3]
+SEARCHED = 16
+"""Readers of one input on which a smoothing strength is searched: of a mixture's layers, some speak for all."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,39 @@ class _Pair:
     repeats: int = 1
 
 
+@dataclass(frozen=True)
+class Rewrites:
+    """What was done to a model or a piece of one: the strength of each smoothing, by source, and norm gains folded."""
+
+    strengths: Mapping[str, float] = field(default_factory=dict)
+    folded: int = 0
+
+
 def transform(
     model: LoadedModel, stats: LayerStats | None, spec: QuantSpec, fusion: FusionSpec, plan: QuantPlan
-) -> tuple[LoadedModel, LayerStats | None, list[str]]:
-    """Smoothed and folded model, the statistics that it would show, and notes for the report.
+) -> tuple[LoadedModel, LayerStats | None, Rewrites]:
+    """Smoothed and folded model, the statistics that it would show, and what was done.
 
     Smoothing divides what a norm, `v_proj` or `up_proj` produces and multiplies the columns that read it; folding
     moves norm gains into the next layer. A smoothed norm is not folded: that would undo it.
     """
     if spec.smoothing is None and not fusion.fold_norms:
-        return model, stats, []
+        return model, stats, Rewrites()
     if spec.smoothing is not None and (stats is None or stats.tokens == 0):
         raise RecipeError("smoothing", "needs calibration data", "calibrate, or leave smoothing out")
     work = _Workspace(model, stats)
     smoothed = _smooth(work, spec.smoothing, plan) if spec.smoothing else {}
     folded = _fold(work, [p for p in _norm_pairs(model.arch) if p.source not in smoothed]) if fusion.fold_norms else 0
-    notes = [_smoothing_note(smoothed)] if spec.smoothing else []
+    return work.model(), work.stats(), Rewrites(smoothed, folded)
+
+
+def notes(rewrites: Sequence[Rewrites], spec: QuantSpec, fusion: FusionSpec) -> list[str]:
+    """Sentences for the report, over all pieces."""
+    strengths = sorted(strength for part in rewrites for strength in part.strengths.values())
+    lines = [_smoothing_note(strengths)] if spec.smoothing else []
     if fusion.fold_norms:
-        notes.append(f"Norm gains folded into the next linear layer: {folded}.")
-    return work.model(), work.stats(), notes
+        lines.append(f"Norm gains folded into the next linear layer: {sum(part.folded for part in rewrites)}.")
+    return lines
 
 
 def truncate_layers(model: LoadedModel, n: int) -> LoadedModel:
@@ -65,13 +79,8 @@ def truncate_layers(model: LoadedModel, n: int) -> LoadedModel:
     config = dict(model.config) | {"num_hidden_layers": n}
     if isinstance(config.get("layer_types"), list):
         config["layer_types"] = config["layer_types"][:n]
-    kept = {name: model.tensors[name] for name in model.tensors if _layer_index(name) < n}
-    return replace(model, arch=replace(model.arch, n_layers=n), tensors=kept, config=config)
-
-
-def _layer_index(name: str) -> int:
-    found = _LAYER.match(name)
-    return int(found[1]) if found else -1
+    kept = {name: model.tensors[name] for name in model.tensors if layer_number(name) < n}
+    return replace(model, arch=model.arch.first(n), tensors=kept, config=config)
 
 
 class _Workspace:
@@ -114,24 +123,29 @@ class _Workspace:
 
 
 def _norm_pairs(arch: ArchMap) -> list[_Pair]:
-    """Every norm and the linear layers that read it; the last norm feeds the head unless that is tied."""
+    """Every norm and the linear layers that read it, a router first; the last one feeds the head unless that is tied.
+
+    Norms of what attention and MLP add (`ArchMap.post_norms`) feed no layer.
+    """
     pairs = []
-    for i in range(arch.n_layers):
-        block = f"model.layers.{i}."
-        pairs.append(_Pair(f"{block}input_layernorm", tuple(block + part for part in QKV), True))
-        pairs.append(_Pair(f"{block}post_attention_layernorm", tuple(block + part for part in GATE_UP), True))
-    return pairs if arch.tied else [*pairs, _Pair("model.norm", ("lm_head",), True)]
+    for layer in arch.layers:
+        router = arch.router(layer)
+        gates = [f"{mlp}.{part}" for mlp in arch.mlps(layer) for part in ("gate_proj", "up_proj")]
+        pairs.append(_Pair(f"{layer}.input_layernorm", tuple(f"{layer}.{part}" for part in QKV), True))
+        pairs.append(_Pair(f"{layer}.{arch.mlp_norm}", (router, *gates) if router else tuple(gates), True))
+    return pairs if arch.tied or not arch.has_head else [*pairs, _Pair("model.norm", ("lm_head",), True)]
 
 
 def _linear_pairs(arch: ArchMap, keep_values: bool) -> list[_Pair]:
     """v -> o and up -> down. `keep_values` leaves v alone: static KV scales were measured on what it produces."""
     pairs = []
-    for i in range(arch.n_layers):
-        block = f"model.layers.{i}."
+    for layer in arch.layers:
+        block = f"{layer}."
         if not keep_values:
             repeats = arch.n_heads // arch.n_kv_heads
             pairs.append(_Pair(block + QKV[2], (block + O_PROJ,), False, repeats))
-        pairs.append(_Pair(block + GATE_UP[1], (block + DOWN_PROJ,), False))
+        if not arch.down_hadamard:  # which mixes the channels between them
+            pairs += [_Pair(f"{mlp}.up_proj", (f"{mlp}.down_proj",), False) for mlp in arch.mlps(layer)]
     return pairs
 
 
@@ -141,26 +155,29 @@ def _smooth(work: _Workspace, spec: SmoothingSpec, plan: QuantPlan) -> dict[str,
     static_kv = plan.kv is not None and plan.kv.stored
     used: dict[str, float] = {}
     for pair in [*_norm_pairs(work.arch), *_linear_pairs(work.arch, static_kv)]:
-        scheme = next((schemes[layer] for layer in pair.readers if schemes[layer]), None)
+        rounded = [layer for layer in pair.readers if schemes.get(layer)]
+        scheme = schemes[rounded[0]] if rounded else None
         if scheme is not None and pair.readers[0] in work.inputs:
-            strength = _smooth_pair(work, pair, scheme, spec)
+            strength = _smooth_pair(work, pair, rounded, scheme, spec)
             if strength is not None:
                 used[pair.source] = strength
     return used
 
 
-def _smooth_pair(work: _Workspace, pair: _Pair, scheme: LayerScheme, spec: SmoothingSpec) -> float | None:
-    """Smooth one pair; None when `auto` finds that leaving it alone loses less."""
-    whole_NK = torch.cat(work.weights(pair.readers))
+def _smooth_pair(
+    work: _Workspace, pair: _Pair, rounded: Sequence[str], scheme: LayerScheme, spec: SmoothingSpec
+) -> float | None:
+    """Smooth one pair for its readers that are quantized; None when `auto` finds that leaving it alone loses less."""
     amax_K = _over_repeats(work.amax[pair.readers[0]].float(), pair.repeats, work.arch.head_dim)
     strength = spec.strength
     if strength == "auto":
         tried = [step / spec.grid for step in range(spec.grid)]
+        whole_NK = torch.cat(work.weights(rounded[:: -(-len(rounded) // SEARCHED)]))
         found, _ = search_strength(work.inputs[pair.readers[0]], [whole_NK], amax_K, _fake_quant(scheme), tried)
         if found is None:
             return None
         strength = found
-    w_amax_K = _over_repeats(weights_amax([whole_NK]), pair.repeats, work.arch.head_dim)
+    w_amax_K = _over_repeats(weights_amax(work.weights(rounded)), pair.repeats, work.arch.head_dim)
     _apply(work, pair, smoothing_scale(amax_K, w_amax_K, strength))
     return strength
 
@@ -217,9 +234,9 @@ def _fold(work: _Workspace, pairs: Sequence[_Pair]) -> int:
     return len(pairs)
 
 
-def _smoothing_note(strengths: Mapping[str, float]) -> str:
+def _smoothing_note(strengths: Sequence[float]) -> str:
+    """`strengths` sorted."""
     if not strengths:
         return "Smoothing: no layer gained from it."
-    values = sorted(strengths.values())
-    middle = values[len(values) // 2]
-    return f"Smoothing: {len(values)} places, strength {values[0]:.2f} … {values[-1]:.2f}, median {middle:.2f}."
+    low, middle, high = strengths[0], strengths[len(strengths) // 2], strengths[-1]
+    return f"Smoothing: {len(strengths)} places, strength {low:.2f} … {high:.2f}, median {middle:.2f}."

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import OutputError, RecipeError, SourceError
 from qspec.numerics.blocks import PerGroup
 from qspec.numerics.formats import INT4, SCALE_FLOOR
+from qspec.numerics.outliers import same_matrix
 from qspec.plan import LayerScheme, QuantPlan, Rule, TensorScheme
 from qspec.records import QLinear, QuantizedModel
-from qspec.schema.recipe import ClipSpec, KVSpec, QuantSpec, RuleSpec
-from qspec.stages.build_plan import build_plan
+from qspec.schema.quantization import ClipSpec, KVSpec, OutlierSpec, QuantSpec, RuleSpec
+from qspec.stages.build_plan import build_plan, layer_scheme
 from qspec.stages.fuse import fuse
 from qspec.stages.quantize import quantize
 from tests.observed import load, observe
@@ -63,6 +65,19 @@ def test_transformers_computes_the_same(source: Path, tmp_path: Path, name: str)
     model = quantized(source, SPECS[name])
     compressed.write(model, tmp_path, torch.float32)
     # Same codes, scales and arithmetic; a sum in another order may flip the rounding of a few inputs (FP8: 1 in 16).
+    assert distance(logits(transformers_model(tmp_path)), reference_logits(source, model)) < 5e-3
+
+
+@pytest.mark.parametrize("static", ["W8A8_STATIC", "FP8_STATIC"])
+def test_transformers_computes_static_beside_dynamic(source: Path, tmp_path: Path, static: str) -> None:
+    """Would catch a stored input scale that is ignored beside channel scales, or groups that swap their layers."""
+    rules = (Rule("lm_head", None), Rule("down_proj", layer_scheme(static)), Rule("o_proj", layer_scheme(static)))
+    plan = QuantPlan(layer_scheme(static.removesuffix("_STATIC").replace("FP8", "FP8_DYNAMIC")), rules)
+    model = quantize(load(source), observe(source), plan)
+    compressed.write(model, tmp_path, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert [group["input_activations"]["dynamic"] for group in config["config_groups"].values()] == [True, False]
+    # As above: the same numbers, and some inputs that round the other way.
     assert distance(logits(transformers_model(tmp_path)), reference_logits(source, model)) < 5e-3
 
 
@@ -232,3 +247,88 @@ def test_malformed_metadata_is_refused(source: Path, tmp_path: Path, file: str, 
     (tmp_path / file).write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(SourceError):
         compressed.read(tmp_path)
+
+
+SPARSE = {
+    "w8a8": QuantSpec(scheme="W8A8", outliers=OutlierSpec(share=1.0)),
+    "w4a16": QuantSpec(scheme="W4A16", group_size=32, outliers=OutlierSpec(share=0.5)),
+    "mixed": QuantSpec(scheme="W8A8", rules=MIXED, outliers=OutlierSpec(share=0.003)),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outliers_are_read_back_exactly(source: Path, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """Would catch outliers that are rounded with the rest, lost when a layer has none, or read as another tensor."""
+    model = quantized(source, SPARSE[name])
+    compressed.write(model, tmp_path, dtype)
+    back = compressed.read(tmp_path)
+    assert back.plan.resolve(back.arch.linears()) == model.plan.resolve(model.arch.linears())
+    assert back.tensors.keys() == model.tensors.keys()
+    for layer, linear in model.linears.items():
+        assert linear.outliers is not None
+        assert same_matrix(back.linears[layer].outliers, linear.outliers), layer
+    stored = read_tensors(tmp_path)
+    part = f"{next(iter(model.linears))}.weight_outlier"
+    assert [stored[f"{part}_{end}"].dtype for end in ("indptr", "indices", "values")] == [
+        torch.int32,
+        torch.int16,
+        torch.float16,
+    ]
+    sidecar = json.loads((tmp_path / "qspec.json").read_text(encoding="utf-8"))
+    assert {scheme["outliers"] for scheme in sidecar["schemes"].values()} == {SPARSE[name].outliers.share}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_other_readers_stop_at_outliers(source: Path, tmp_path: Path, name: str) -> None:
+    """Would catch a checkpoint that transformers loads without a word, and runs without its largest weights."""
+    compressed.write(quantized(source, SPARSE[name]), tmp_path, torch.float32)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["format"] == "dense-and-sparse"
+    with pytest.raises(ValueError, match="dense-and-sparse"):
+        transformers_model(tmp_path)
+
+
+def test_outliers_without_the_sidecar_still_count(source: Path, tmp_path: Path) -> None:
+    """Would catch a reader that drops them when `qspec.json` is gone, which alone names the share."""
+    model = quantized(source, SPARSE["w8a8"])
+    compressed.write(model, tmp_path, torch.float32)
+    (tmp_path / "qspec.json").unlink()
+    back = compressed.read(tmp_path)
+    assert all(same_matrix(back.linears[layer].outliers, linear.outliers) for layer, linear in model.linears.items())
+
+
+@pytest.mark.parametrize("part", ["indptr", "indices", "values"])
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_damaged_outliers_are_named(source: Path, tmp_path: Path, part: str, damage: str) -> None:
+    """Would catch a sparse part that is taken for none, or whose indices lead out of the input at run time."""
+    compressed.write(quantized(source, SPARSE["w8a8"]), tmp_path, torch.float32)
+    stored, name = read_tensors(tmp_path), f"model.layers.1.mlp.up_proj.weight_outlier_{part}"
+    kept = {key: stored[key].clone() for key in stored if key != name or damage == "cut"}
+    if damage == "cut":
+        kept[name] = kept[name][:-1]
+    write_tensors(tmp_path / "model.safetensors", kept)
+    with pytest.raises(SourceError, match="weight_outlier"):
+        compressed.read(tmp_path)
+
+
+INT4_KV = {"format": "int4", "granularity": "token_head"}
+OWN_KV = [
+    {"granularity": "head", "query": "head", "skip_layers": (1,)},
+    {"granularity": "tensor", "query": "tensor", "value": {"format": "int8", "granularity": "token_head"}},
+    {"format": "fp8_e5m2", "residual": 64, "key": {"format": "int4", "granularity": "channel", "outliers": 1.0}},
+    {"format": "int4", "granularity": "token_head", "value": {**INT4_KV, "piecewise": True}},
+]
+
+
+@pytest.mark.parametrize("kv", OWN_KV)
+def test_kv_that_only_qspec_knows_reads_back(source: Path, tmp_path: Path, kv: dict[str, Any]) -> None:
+    """Would catch a KV part, window, skipped layer or query scale that the files do not hold."""
+    model = quantized(source, QuantSpec(scheme="W8A8", kv=KVSpec(**kv)))
+    compressed.write(model, tmp_path, torch.float32)
+    back = compressed.read(tmp_path)
+    assert back.plan.kv == model.plan.kv
+    for kind in ("k_scale", "v_scale", "q_scale"):
+        assert same_tensors(getattr(back, kind), getattr(model, kind))
+    assert not any("self_attn.q_scale" in name for name in back.tensors)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    assert (config["kv_cache_scheme"] is None) is (model.plan.kv is not None and not model.plan.kv.declared)

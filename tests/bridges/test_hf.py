@@ -11,7 +11,7 @@ from qspec.bridges.hf import HFTokenizer, arch_from_config, clean_config, load_f
 from qspec.bridges.layout import tensor_shapes
 from qspec.bridges.tensors import SINGLE, LazyTensors, read_tensors, write_tensors
 from qspec.errors import OutputError, SourceError
-from tests.tiny import KINDS, TEXT, save_tokenizer, tiny_model
+from tests.tiny import KINDS, NEWER_KINDS, TEXT, save_tokenizer, tiny_model
 
 SAMPLE = "Größe 345 of the fox: naïve 模型!\n\n  Don't stop\tnow."
 ROPES: dict[str, dict[str, Any]] = {
@@ -93,6 +93,15 @@ def test_older_spelling_of_rotary_scaling_means_the_same(folders: dict[str, Path
     assert arch_from_config(old) == arch_from_config(new)
 
 
+def test_older_spelling_of_two_rotary_bases_means_the_same(tmp_path: Path) -> None:
+    """Would catch `rope_local_base_freq` of Gemma 3 files on the Hub, or a window pattern given as a number, dropped."""
+    new = config_of(tiny_model("gemma3_text", tmp_path))
+    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "layer_types")}
+    old |= {"rope_theta": 10000.0, "rope_local_base_freq": 100.0, "sliding_window_pattern": 2}
+    old |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert arch_from_config(old) == arch_from_config(new)
+
+
 def test_biases_are_read_from_the_config(folders: dict[str, Path], tmp_path: Path) -> None:
     """Would catch Llama variants whose biases are silently dropped."""
     loaded = load_folder(tiny_model("llama", tmp_path, attention_bias=True, mlp_bias=True))
@@ -100,22 +109,48 @@ def test_biases_are_read_from_the_config(folders: dict[str, Path], tmp_path: Pat
     assert "model.layers.1.self_attn.o_proj.bias" in loaded.tensors
 
 
-def test_uniform_windows_are_kept(folders: dict[str, Path]) -> None:
-    """Would catch a Qwen2 window on every layer that is lost; `max_window_layers` says where windows begin."""
+def test_windows_are_kept(folders: dict[str, Path]) -> None:
+    """Would catch a Qwen2 window that is lost or on the wrong layer; `max_window_layers` says where windows begin."""
     windowed = {"use_sliding_window": True, "sliding_window": 16, "layer_types": None}
-    assert arch_from_config(config_of(folders["qwen2"], **windowed, max_window_layers=0)).sliding_window == 16
-    with pytest.raises(SourceError, match="full_attention and sliding_attention"):
-        arch_from_config(config_of(folders["qwen2"], **windowed, max_window_layers=1))
+    uniform = arch_from_config(config_of(folders["qwen2"], **windowed, max_window_layers=0))
+    assert (uniform.sliding_window, uniform.full_attention) == (16, ())
+    mixed = arch_from_config(config_of(folders["qwen2"], **windowed, max_window_layers=1))
+    assert [mixed.window(layer) for layer in mixed.layers] == [None, 16]
+
+
+def test_switches_of_newer_kinds(tmp_path: Path) -> None:
+    """Would catch post-norms, a window, a softcap, a rotary base or an expert count that a config gives and is lost."""
+    gemma2, gemma3, phi3, mixtral, qwen3_moe = (
+        arch_from_config(read_config(tiny_model(kind, tmp_path / kind))) for kind in NEWER_KINDS
+    )
+    assert gemma2.post_norms
+    assert (gemma2.attention_scale, gemma2.attention_softcap, gemma2.logit_softcap) == (20**-0.5, 2.0, 3.0)
+    assert [gemma2.window(layer) for layer in gemma2.layers] == [16, None]
+    assert (gemma3.qk_norm, gemma3.norm_offset, gemma3.attention_softcap) == (True, 1.0, None)
+    assert gemma3.window_inv_freq[1] == pytest.approx(100 ** (-1 / 16))
+    assert gemma3.rope_inv_freq[1] == pytest.approx(10000 ** (-1 / 16) / 4)
+    assert len(phi3.rope_inv_freq) == 0.75 * phi3.head_dim / 2
+    assert (mixtral.n_experts, mixtral.experts_per_token, mixtral.expert_size) == (4, 2, 128)
+    assert mixtral.normed_routing
+    assert (qwen3_moe.n_experts, qwen3_moe.expert_size, qwen3_moe.dense_layers) == (6, 32, (0,))
+    assert qwen3_moe.routers() == ["model.layers.1.mlp.gate", "model.layers.2.mlp.gate"]
+    assert len(qwen3_moe.linears()) == 3 * 4 + 3 + 2 * 6 * 3 + 1
+    assert qwen3_moe.linear_shape("model.layers.1.mlp.experts.5.down_proj") == (64, 32)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "'gemma2'.*soft-capping"),
-        ({"model_type": "gemma3_text"}, "'gemma3_text'.*post-norms"),
-        ({"model_type": "phi3"}, "'phi3'.*fused qkv_proj"),
+        ({"model_type": "gemma3"}, "'gemma3'.*vision tower"),
         ({"model_type": "mamba"}, "'mamba'.*state-space"),
-        ({"model_type": "mixtral"}, "'mixtral'.*mixture of experts"),
+        ({"model_type": "qwen2_moe"}, "'qwen2_moe'.*every token"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5.*1 to"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": None, "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping.*ignores it",
+        ),
+        ({"model_type": "phi3", "rope_parameters": LONGROPE}, "'longrope'.*change with the text's length"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"model_type": "new_moe", "num_experts": 8}, "'new_moe'.*mixture of experts"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "'deepseek_v3'.*latent attention"),
         ({"model_type": "llava", "vision_config": {"depth": 2}}, "'llava'.*vision"),

@@ -8,7 +8,7 @@ import torch
 from qspec.bridges import compressed, oneshot
 from qspec.errors import RecipeError
 from qspec.records import LoadedModel
-from qspec.schema.recipe import ClipSpec, KVSpec, QuantSpec, RuleSpec
+from qspec.schema.quantization import ClipSpec, KVSpec, QuantSpec, RuleSpec
 from qspec.stages.build_plan import build_plan
 from qspec.stages.quantize import quantize
 from tests.observed import ROWS, load

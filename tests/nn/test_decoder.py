@@ -1,7 +1,8 @@
 """The decoder against transformers, and its cache against itself."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -9,18 +10,22 @@ from torch import Tensor
 
 from qspec.bridges.hf import load_folder
 from qspec.nn.decoder import Decoder
+from qspec.numerics.rotation import hadamard_transform
 from qspec.records import LoadedModel
-from qspec.schema.recipe import KVSpec, QuantSpec
+from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.stages.build_plan import build_plan
 from qspec.stages.calibrate import calibrate
 from qspec.stages.quantize import quantize
 from qspec.stages.transform import truncate_layers
-from tests.tiny import KINDS, VOCAB_SIZE, tiny_model
+from tests.tiny import KINDS, NEWER_KINDS, VOCAB_SIZE, tiny_model
 
 TOKENS = torch.randint(5, VOCAB_SIZE, (48,), generator=torch.Generator().manual_seed(1))
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *[(kind, {}) for kind in KINDS],
+    *[(kind, {}) for kind in (*KINDS, *NEWER_KINDS)],
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ("qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2}),
     ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
     (
@@ -62,7 +67,7 @@ def test_logits_equal_transformers(kind: str, overrides: dict[str, Any], tmp_pat
     torch.testing.assert_close(decoder.forward(TOKENS), _hf_logits(folder, TOKENS), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", *NEWER_KINDS])
 def test_pieces_equal_the_whole(kind: str, tmp_path: Path) -> None:
     """Catches a cache or mask that is off by one when a sequence arrives in pieces of 1 and of several tokens."""
     decoder = Decoder.from_float(load_folder(tiny_model(kind, tmp_path)))
@@ -71,6 +76,19 @@ def test_pieces_equal_the_whole(kind: str, tmp_path: Path) -> None:
     pieces = [decoder.forward(part) for part in TOKENS.split([20, 1, 5, 1, 21])]
     # float32; attention sums in another order
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", NEWER_KINDS)
+def test_layers_one_by_one_equal_the_whole(kind: str, tmp_path: Path) -> None:
+    """Catches a window, rotary base or mixture that goes by a layer's place in its piece, not by its number."""
+    model = load_folder(tiny_model(kind, tmp_path))
+    whole = Decoder.from_float(model).forward(TOKENS)
+    x_TK = Decoder.from_float(replace(model, arch=replace(model.arch, n_layers=0))).embed(TOKENS)
+    for i in range(model.arch.n_layers):
+        own = {name: model.tensors[name] for name in model.tensors if name.startswith(f"model.layers.{i}.")}
+        arch = replace(model.arch, first_layer=i, n_layers=1, has_head=False)
+        x_TK = Decoder.from_float(replace(model, arch=arch, tensors=own)).run_layers(x_TK)
+    assert torch.equal(Decoder.from_float(replace(model, arch=replace(model.arch, n_layers=0))).run_head(x_TK), whole)
 
 
 def test_last_returns_the_tail(llama: LoadedModel) -> None:
@@ -110,6 +128,23 @@ def test_observer_sees_every_linear_input(llama: LoadedModel) -> None:
     assert seen["model.layers.1.self_attn.k"] == (arch.n_kv_heads, len(TOKENS), arch.head_dim)
 
 
+def test_the_input_of_down_proj_is_transformed(tmp_path: Path) -> None:
+    """Catches statistics of the input before its Hadamard transform, and rows that depend on their neighbours."""
+    model = load_folder(tiny_model("llama", tmp_path, intermediate_size=96, vocab_size=2048))  # 96 = 8 * 12
+    name, seen = "model.layers.0.mlp.down_proj", list[Tensor]()
+    for down_hadamard in (False, True):
+        decoder = Decoder.from_float(replace(model, arch=replace(model.arch, down_hadamard=down_hadamard)))
+        decoder.observer = lambda layer, x: seen.append(x) if layer == name else None
+        decoder.forward(TOKENS)
+    assert torch.equal(seen[1], hadamard_transform(seen[0]))
+    rotated = replace(model, arch=replace(model.arch, down_hadamard=True))
+    decoder = Decoder.from_quantized(quantize(rotated, None, build_plan(QuantSpec(scheme="W8A8"))))
+    decoder.forward(TOKENS[:20])
+    together = decoder.forward(TOKENS[20:29])
+    decoder.truncate(20)
+    assert torch.equal(together, torch.cat([decoder.forward(token[None]) for token in TOKENS[20:29]]))
+
+
 def test_layers_alone_equal_transformers(tmp_path: Path) -> None:
     """Catches hidden states with the last norm applied, without the embedding's factor, or of another position."""
     from transformers import AutoModelForCausalLM
@@ -125,15 +160,48 @@ def test_layers_alone_equal_transformers(tmp_path: Path) -> None:
     assert decoder.length == len(TOKENS)
 
 
-def test_quantized_rows_are_computed_as_if_alone(tmp_path: Path) -> None:
-    """Catches verification that rounds other codes than decoding: greedy speculation would change the text."""
-    model = load_folder(tiny_model("llama", tmp_path, vocab_size=2048))
+@pytest.mark.parametrize("kind", ["llama", "mistral", *NEWER_KINDS])
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
+def test_quantized_rows_are_computed_as_if_alone(kind: str, scheme: Literal["W8A8", "W4A16"], tmp_path: Path) -> None:
+    """Catches verification that rounds other codes than decoding: greedy speculation would change the text.
+
+    In a mixture it would also catch experts whose rows depend on how many tokens came to them.
+    """
+    model = load_folder(tiny_model(kind, tmp_path, vocab_size=2048))
     stats = calibrate(model, [TOKENS.tolist()])
     kv = KVSpec(format="fp8_e4m3")
-    quantized = quantize(model, stats, build_plan(QuantSpec(scheme="W8A8", kv=kv)))
+    quantized = quantize(model, stats, build_plan(QuantSpec(scheme=scheme, group_size=32, kv=kv)))
     decoder = Decoder.from_quantized(quantized)
     decoder.forward(TOKENS[:20])
     together = decoder.forward(TOKENS[20:29])
     decoder.truncate(20)
     alone = torch.cat([decoder.forward(token[None]) for token in TOKENS[20:29]])
     assert torch.equal(together, alone)
+
+
+KEYS = {"format": "int4", "granularity": "channel", "group": 8}
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        {"format": "int4", "granularity": "token_head", "key": KEYS, "residual": 8},
+        {"format": "int8", "granularity": "token_head", "residual": 3},
+        {"format": "fp8_e5m2", "query": None, "skip_layers": (1,)},
+        {"granularity": "head", "query": "head", "value": {"format": "int4", "granularity": "token_head"}},
+    ],
+)
+def test_every_cache_verifies_as_it_decodes(kv: dict[str, Any], tmp_path: Path) -> None:
+    """Catches rows of one call that read codes where decoding reads floats, and queries that are rounded together."""
+    model = load_folder(tiny_model("llama", tmp_path, vocab_size=2048))
+    stats = calibrate(model, [TOKENS.tolist()])
+    quantized = quantize(model, stats, build_plan(QuantSpec(scheme="W8A8", kv=KVSpec(**kv))))
+    decoder = Decoder.from_quantized(quantized, max_length=48)
+    decoder.forward(TOKENS[:12])
+    together = torch.cat([decoder.forward(part) for part in TOKENS[12:].split(9)])
+    decoder.truncate(12)
+    alone = torch.cat([decoder.forward(token[None]) for token in TOKENS[12:]])
+    assert torch.equal(together, alone)
+    exact = Decoder.from_float(model, max_length=48)
+    exact.forward(TOKENS[:12])
+    assert not torch.equal(exact.forward(TOKENS[12:]), alone)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.numerics.codes import quantize_blocks
+from qspec.numerics.codes import dequantize_blocks, quantize_blocks
 from qspec.numerics.formats import FORMATS, FP8_E4M3, FP8_E5M2, INT4, SCALE_FLOOR, NumFormat
 
 ONE = torch.ones(1, 1)
@@ -43,6 +43,16 @@ def test_every_fp8_code(fmt: NumFormat, exponent_bits: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("fmt", "exponent_bits"), [(FP8_E4M3, 4), (FP8_E5M2, 5)])
+def test_all_256_fp8_codes_decode(fmt: NumFormat, exponent_bits: int) -> None:
+    """Catches a decoder of the other float8 format, which agrees on zero alone."""
+    values = dequantize_blocks(torch.arange(256, dtype=torch.uint8)[None].view(fmt.storage), 2 * ONE, None)[0]
+    expected = torch.tensor([2 * fp8_value(code, exponent_bits) for code in range(256)])
+    finite = expected.isfinite()
+    assert torch.equal(values[finite], expected[finite])
+    assert not values[~finite].isfinite().any()  # NaN, and E5M2's infinities
+
+
+@pytest.mark.parametrize(("fmt", "exponent_bits"), [(FP8_E4M3, 4), (FP8_E5M2, 5)])
 def test_fp8_ties_go_to_even(fmt: NumFormat, exponent_bits: int) -> None:
     """Catches truncation, or ties away from zero: half-way between neighbours the even code wins."""
     codes, values = finite_codes(exponent_bits)
@@ -58,6 +68,22 @@ def test_every_int4_code() -> None:
     codes = torch.arange(-8, 8)
     assert torch.equal(quantize_blocks(codes[None].float(), ONE, None, INT4)[0].long(), codes)
     assert quantize_blocks(torch.tensor([[-9.0, 8.0]]), ONE, None, INT4).tolist() == [[-8, 7]]
+
+
+@pytest.mark.parametrize("zero", [None, -3.0, 5.0])
+def test_all_16_int4_codes_decode(zero: float | None) -> None:
+    """Catches unsigned codes, and a zero point that is added instead of subtracted."""
+    codes, zeros = torch.arange(-8, 8, dtype=torch.int8)[None], None if zero is None else torch.full((1, 1), zero)
+    values = dequantize_blocks(codes, ONE / 4, zeros)
+    assert values[0].tolist() == [(code - (zero or 0)) / 4 for code in range(-8, 8)]
+    assert torch.equal(quantize_blocks(values, ONE / 4, zeros, INT4), codes)
+
+
+def test_int4_takes_the_nearest_code() -> None:
+    """Catches truncation, and ties that do not go to the even code."""
+    steps = torch.arange(-32, 29) / 4  # -8 … 7 in quarters
+    expected = [round(step) for step in steps.tolist()]  # Python rounds half to even, too
+    assert quantize_blocks(steps[None], ONE, None, INT4)[0].tolist() == expected
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

@@ -9,21 +9,17 @@ import yaml
 
 from qspec.errors import RecipeError
 from qspec.schema.devices import read_devices
+from qspec.schema.quantization import ClipSpec, KVSpec, QuantSpec, RuleSpec, SmoothingSpec
 from qspec.schema.recipe import (
     CalibrationSpec,
-    ClipSpec,
     DataSpec,
     Device,
     DraftLengthSpec,
-    KVSpec,
     ModelDraft,
     ModelSpec,
     NgramDraft,
-    QuantSpec,
     Recipe,
-    RuleSpec,
     SelfDraft,
-    SmoothingSpec,
     SpeculationSpec,
 )
 
@@ -91,11 +87,42 @@ def test_every_device_name_has_a_data_sheet():
         ("benchmark.temperatures=[-1.0]", ["benchmark.temperatures", "none below 0"]),
         ("target.quantization.smoothing.strength=abc", ["smoothing.strength 'abc'", "'auto' or a number"]),
         ("target.quantization.kv={format: int8}", ["target.quantization.kv", "token_head"]),
-        ("target.quantization.kv.format=fp8_e5m2", ["'fp8_e5m2'", "fp8_e4m3"]),
+        ("target.quantization.kv.format=fp8_e3m4", ["'fp8_e3m4'", "fp8_e4m3"]),
+        (
+            "target.quantization.kv={key: {format: int4, granularity: head}}",
+            ["no static scales", "token_head or channel"],
+        ),
+        ("target.quantization.kv={value: {format: fp8_e4m3, granularity: head, outliers: 1}}", ["at run time"]),
+        ("target.quantization.kv={key: {format: fp8_e4m3, granularity: token_head, piecewise: true}}", ["int4"]),
+        ("target.quantization.kv={format: int8, granularity: token_head, scales: auto}", ["stored scales"]),
+        ("target.quantization.kv={format: int8, granularity: token_head, query: head}", ["tensor or head scales"]),
+        (
+            "target.quantization.kv={key: {format: int4, granularity: channel}, residual: 8}",
+            ["residual 8", "16 or more"],
+        ),
+        (
+            "target.quantization.kv={key: {format: int4, granularity: channel},"
+            " value: {format: int4, granularity: channel, group: 64}, residual: 64}",
+            ["the same group"],
+        ),
         ("target.quantization.method=awq", ["methods rtn and gptq", "for awq set engine: llmcompressor"]),
         ("target.quantization.method=smoothquant+gptq", ["methods rtn and gptq", "set smoothing and method: gptq"]),
         ("target.quantization={engine: llmcompressor, smoothing: {}}", ["method: smoothquant+gptq"]),
         ("target.quantization={engine: llmcompressor, scheme: none}", ["leaves llmcompressor nothing"]),
+        ("target.quantization={engine: llmcompressor, rotation: {}}", ["rotation belongs to engine qspec"]),
+        ("target.quantization.rotation={r1: false, r2: false}", ["rotation", "does nothing", "set one of them"]),
+        ("target.quantization={engine: llmcompressor, outliers: {share: 1}}", ["belong to engine qspec"]),
+        ("target.quantization={scheme: none, outliers: {share: 1}}", ["rounds nothing", "set another scheme"]),
+        ("target.quantization={outliers: {share: 6}}", ["outliers.share 6", "less than or equal to 5"]),
+        ("target.quantization={engine: llmcompressor, activation_scales: auto}", ["activation_scales auto", "engine"]),
+        ("target.quantization={engine: llmcompressor, fp8_format: adaptive}", ["fp8_format adaptive", "engine: qspec"]),
+        ("target.quantization={engine: llmcompressor, clip: {method: kl}}", ["clip.method kl", "engine: qspec"]),
+        ("target.quantization={scheme: W4A16, activation_scales: auto}", ["FP8, FP8_DYNAMIC, W8A8", "set one"]),
+        ("target.quantization={fp8_format: adaptive}", ["chooses for FP8 schemes", "scheme: FP8 or FP8_DYNAMIC"]),
+        (
+            "target.quantization={clip: {method: kl}}",
+            ["histograms of whole tensors", "scheme: FP8", "clip.method: mse"],
+        ),
         ("target.quantization={engine: llmcompressor, method: awq}", ["4-bit", "scheme: W4A16"]),
         ("evaluation.tasks=[{subjects: [phisics]}]", ["evaluation.tasks[0]", "did you mean 'physics'"]),
         ("evaluation.tasks=[{backends: []}]", ["evaluation.tasks[0].backends", "at least 1"]),

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from qspec.records import QuantizedModel
-from qspec.schema.recipe import QuantSpec, Recipe
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import Recipe
 from qspec.stages.build_plan import build_plan
 from qspec.stages.fuse import fuse
 from qspec.stages.quantize import quantize

@@ -6,8 +6,10 @@ import pytest
 
 from qspec.errors import RecipeError
 from qspec.numerics.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from qspec.numerics.clipping import Clip
+from qspec.numerics.formats import FP8_E5M2
 from qspec.records import ArchMap
-from qspec.schema.recipe import ClipSpec, KVSpec, QuantSpec, RuleSpec, SmoothingSpec
+from qspec.schema.quantization import ClipSpec, KVSpec, QuantSpec, RuleSpec, SmoothingSpec
 from qspec.stages.build_plan import (
     build_plan,
     layer_scheme,
@@ -129,6 +131,12 @@ def test_a_plan_that_the_device_cannot_run_is_refused(device: str, scheme: str, 
         ({"smoothing": SmoothingSpec()}, ["smoothing"]),
         ({"engine": "llmcompressor", "method": "gptq"}, ["gptq"]),
         ({"method": "gptq", "smoothing": SmoothingSpec()}, ["smoothing", "gptq"]),
+        ({"scheme": "W8A8", "activation_scales": "auto"}, ["activation_scales"]),
+        ({"scheme": "FP8_DYNAMIC", "fp8_format": "adaptive"}, ["fp8_format"]),
+        ({"scheme": "W4A16", "group_size": 8, "clip": ClipSpec(method="mse")}, []),
+        ({"clip": ClipSpec(method="mse"), "method": "gptq"}, ["gptq", "clip mse (weighted by inputs)"]),
+        ({"clip": ClipSpec(method="mse"), "kv": KVSpec()}, ["KV scales", "clip mse (weighted by inputs)"]),
+        ({"clip": ClipSpec(method="mse"), "engine": "llmcompressor", "method": "gptq"}, ["gptq"]),
     ],
 )
 def test_calibration_happens_when_something_needs_it(fields: dict, reasons: list[str]):
@@ -136,3 +144,44 @@ def test_calibration_happens_when_something_needs_it(fields: dict, reasons: list
     spec = QuantSpec(**fields)
     plan = build_plan(spec)
     assert needs_statistics(plan.resolve(ARCH.linears()), plan, spec) == reasons
+
+
+def test_kl_is_for_whole_tensors():
+    """Would catch `kl` on channels or groups, whose histograms are too thin, or on inputs without a stored range."""
+    kl = Clip("kl")
+    found = {name: layer_scheme(name, 64, kl) for name in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16")}
+    assert {name for name, scheme in found.items() if scheme and scheme.weight.clip == kl} == {"FP8"}
+    clips = {name: scheme.activation.clip for name, scheme in found.items() if scheme and scheme.activation}
+    assert [name for name, clip in clips.items() if clip == kl] == ["FP8"]
+
+
+@pytest.mark.parametrize("clip", [Clip("percentile", 99.0), Clip("mse")], ids=lambda clip: clip.method)
+def test_other_clips_are_for_weights(clip: Clip):
+    """Would catch static input scales that change with a setting that was for weights."""
+    scheme = layer_scheme("FP8", clip=clip)
+    assert scheme is not None
+    assert scheme.activation is not None
+    assert (scheme.weight.clip, scheme.activation.clip) == (clip, Clip())
+
+
+def test_labels_tell_the_float_format():
+    """Would catch a plan, or a report, that shows two formats as one."""
+    scheme = layer_scheme("FP8")
+    assert scheme is not None
+    assert scheme.activation is not None
+    wide = replace(scheme, weight=replace(scheme.weight, fmt=FP8_E5M2))
+    both = replace(wide, activation=replace(scheme.activation, fmt=FP8_E5M2))
+    assert [scheme_label(s) for s in (scheme, wide, both)] == ["FP8", "FP8 w:e5m2", "FP8 w:e5m2 a:e5m2"]
+
+
+def test_the_experts_of_a_layer_have_one_scheme():
+    """Catches one expert, or all down_proj of them, under another scheme: servers run a layer's experts as one."""
+    sizes = {"n_experts": 4, "experts_per_token": 2, "expert_size": 256, "dense_layers": (0,)}
+    mixture = replace(ARCH, **sizes)
+    for match in (r"re:.*experts\.1\.", r"re:.*experts.*down_proj"):
+        rule = RuleSpec(match=match, scheme="FP8_DYNAMIC")
+        with pytest.raises(RecipeError, match=r"model\.layers\.1\.mlp\.experts: has the schemes"):
+            resolve_plan(build_plan(QuantSpec(scheme="W8A8", rules=(rule,))), mixture)
+    rule = RuleSpec(match=r"re:.*experts", scheme="FP8_DYNAMIC")
+    schemes = resolve_plan(build_plan(QuantSpec(scheme="W8A8", rules=(rule,))), mixture)
+    assert schemes["model.layers.0.mlp.down_proj"] != schemes["model.layers.1.mlp.experts.0.down_proj"]

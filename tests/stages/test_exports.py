@@ -1,10 +1,12 @@
 """What serves which part, and the exact keys that vLLM reads."""
 
 import ast
+from dataclasses import replace
 import json
 
 import pytest
 
+from qspec.records import ArchMap
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.stages.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
@@ -120,3 +122,57 @@ def test_the_snippet_is_python(kind: str):
     ast.parse(text)
     assert ("do_sample = False" in text) is (kind == "self")
     assert "use_optimized_inference=True" in text
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_outliers_are_served_by_nobody_else(half: str):
+    """Would catch dense + sparse weights offered to a runtime that drops the sparse part or cannot load them."""
+    sparse = {"scheme": "W8A8", "outliers": {"share": 0.5}}
+    kinds = {"target": recipe("cpu", sparse), "draft": recipe("cpu", draft={"kind": "self", "quantization": sparse})}
+    for runtime, part in (("vllm", "dense + sparse"), ("transformers", "stops")):
+        served, detail = line(kinds[half], runtime, half)
+        assert not served
+        assert part in detail
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_transforms_at_run_time_are_served_by_nobody_else(half: str):
+    """Would catch a half with rotation.r4 offered to transformers, which ignores the transform without a word."""
+    turned = {"scheme": "W8A8", "rotation": {"r4": True}}
+    kinds = {"target": recipe("cpu", turned), "draft": recipe("cpu", draft={"kind": "self", "quantization": turned})}
+    for runtime in ("vllm", "transformers"):
+        served, detail = line(kinds[half], runtime, half)
+        assert not served
+        assert "rotation.r4" in detail
+    folded = {"scheme": "W8A8", "rotation": {}}
+    assert line(recipe("cpu", folded), "transformers", "target")[0]
+    assert line(recipe("cpu", folded), "vllm", "target")[0]
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_adaptive_formats_are_served_by_nobody_else(half: str):
+    """Would catch a half that may hold E5M2 offered to transformers, which takes float8 for E4M3."""
+    adaptive = {"scheme": "FP8", "fp8_format": "adaptive"}
+    kinds = {
+        "target": recipe("cpu", adaptive),
+        "draft": recipe("cpu", draft={"kind": "self", "quantization": adaptive}),
+    }
+    for runtime, part in (("vllm", "no usable FP8 matmul"), ("transformers", "float8_e5m2")):
+        served, detail = line(kinds[half], runtime, half)
+        assert not served
+        assert part in detail
+
+
+def test_what_an_architecture_costs_in_transformers():
+    """Would catch INT8 experts offered to transformers, and Gemma 2 run there without its soft-capping."""
+    kind = ArchMap("x", "XForCausalLM", 2, 64, 128, 4, 2, 16, 300, 256, (1.0,) * 8)
+    mixture, capped = replace(kind, n_experts=4), replace(kind, attention_softcap=50.0)
+    for scheme, arch, served, part in (
+        ("W8A8", mixture, False, "INT8 experts"),
+        ("W4A16", mixture, True, "loads"),
+        ("W8A8", capped, True, 'attn_implementation="eager"'),
+    ):
+        lines = exports(recipe("cpu", {"scheme": scheme}), read_device("cpu"), arch)
+        found = next(x for x in lines if (x.runtime, x.part) == ("transformers", "target"))
+        assert found.served == served
+        assert part in found.detail

@@ -1,11 +1,14 @@
 """Bytes against hand counts and published sizes."""
 
+from dataclasses import replace
+
 import pytest
 
 from qspec.numerics.formats import FP8_E4M3, INT8
 from qspec.plan import KVScheme
 from qspec.records import ArchMap
-from qspec.schema.recipe import MlpDraft, ModelSpec, QuantSpec
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import MlpDraft, ModelSpec
 from qspec.stages.build_plan import build_plan, layer_scheme, resolve_plan
 from qspec.stages.footprint import Footprint, footprint, kv_bytes_per_token, mlp_footprint, weight_bytes
 from qspec.stages.load import resolve_arch
@@ -74,3 +77,11 @@ def test_mlp_speculator_has_the_published_number_of_parameters():
     found = mlp_footprint(draft, arch("meta-llama/Llama-2-13b-chat-hf"), 2)
     assert found.parameters == 840_982_528
     assert found.resident == 2 * found.parameters
+
+
+def test_outliers_are_counted_with_their_indices():
+    """Would catch a share that looks free: 1 % of 256 x 128 is 327 values of 16 bits with 16-bit indices, 257 ends."""
+    scheme = layer_scheme("W4A16", 64)
+    assert scheme is not None
+    sparse = weight_bytes((256, 128), replace(scheme, outliers=1.0), 2) - weight_bytes((256, 128), scheme, 2)
+    assert sparse == 327 * (2 + 2) + 257 * 4

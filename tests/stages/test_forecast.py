@@ -8,7 +8,8 @@ from qspec.numerics.formats import FP8_E4M3
 from qspec.numerics.roofline import pass_seconds, prefill_seconds
 from qspec.plan import KVScheme
 from qspec.schema.devices import read_device
-from qspec.schema.recipe import ModelSpec, QuantSpec
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import ModelSpec
 from qspec.stages.build_plan import build_plan, resolve_plan
 from qspec.stages.footprint import Footprint, footprint
 from qspec.stages.forecast import Duo, gain, rates

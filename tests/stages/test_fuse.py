@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from qspec.records import QuantizedModel
-from qspec.schema.recipe import FusionSpec, QuantSpec, RuleSpec
+from qspec.schema.quantization import QuantSpec, RuleSpec
+from qspec.schema.recipe import FusionSpec
 from qspec.stages.build_plan import build_plan
 from qspec.stages.fuse import fuse
 from qspec.stages.quantize import quantize

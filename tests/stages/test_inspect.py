@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.bridges.compressed import read
+from qspec.bridges.compressed import read, write
 from qspec.bridges.hf import load_folder
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import QspecError, RecipeError, SourceError
@@ -20,7 +20,7 @@ from qspec.plan import KVScheme
 from qspec.progress import Progress
 from qspec.records import QuantizedModel
 from qspec.schema.manifest import NAME
-from qspec.schema.recipe import QuantSpec
+from qspec.schema.quantization import QuantSpec
 from qspec.stages import report_html, report_markdown, report_text
 from qspec.stages.build_plan import build_plan
 from qspec.stages.document import Bars, Details, Document, Finding, Table
@@ -201,7 +201,9 @@ def test_a_pair_shows_what_its_files_hold(pair: Path):
         uncounted = (".k_scale", ".v_scale", ".weight_shape")
         assert half.bytes == sum(files[name].nbytes for name in files if not name.endswith(uncounted))
     target, draft = view.halves
-    assert {(x.format, x.granularity, x.activation) for x in target.layers[:-1]} == {("int8", "channel", "int8 token")}
+    assert {(x.format, x.granularity, x.activation) for x in target.layers[:-1]} == {
+        ("int8", "channel", "int8 token dynamic")
+    }
     assert {(x.scheme, x.format, x.granularity) for x in draft.layers[:-1]} == {("W4A16 g32", "int4", "group 32")}
     assert (target.layers[-1].scheme, target.layers[-1].scale) == ("none", None)
     # Absmax: one code per scale at the end of the range, and a neighbour now and then.
@@ -223,6 +225,22 @@ def test_static_input_scales_are_shown(tmp_path: Path):
     (inputs,) = [table for table in tables(page) if table.caption == "Stored scales of layer inputs"]
     assert [row[0] for row in inputs.rows] == [row[0] for row in tables(page)[0].rows][:7]
     assert "input scale" in next(table for table in tables(page) if "linear layers" in table.caption).columns
+
+
+def test_weights_kept_apart_are_shown_and_counted(tmp_path: Path):
+    """Would catch outliers that take no bytes, and a page on which a sparse half looks like a dense one."""
+    folder = tiny_model("llama", tmp_path / "source")
+    spec = QuantSpec.model_validate({"scheme": "W8A8", "outliers": {"share": 2.0}})
+    model = quantize(load(folder), None, build_plan(spec))
+    write(model, tmp_path / "out", torch.float32)
+    half = view_half(model, "target", QUIET)
+    files = read_tensors(tmp_path / "out")
+    assert half.bytes == sum(files[name].nbytes for name in files)
+    assert [x.sparse for x in half.layers] == pytest.approx([0.02] * 14 + [0.0], abs=1e-3)  # whole elements
+    page = document(PairView("p", None, (half,), None), layers=True)
+    for table in (tables(page)[0], next(table for table in tables(page) if "linear layers" in table.caption)):
+        column = table.columns.index("sparse, %")
+        assert {row[column] for row in table.rows if row[0].endswith("down_proj")} == {"2.0"}
 
 
 def test_kv_scales_and_what_they_stand_for(pair: Path):

@@ -11,10 +11,14 @@ from qspec.bridges import compressed
 from qspec.errors import IntegrityError, OutputError, PairError
 from qspec.records import QuantizedModel
 from qspec.stages import package as package_stage
+from qspec.stages.build_plan import build_plan
 from qspec.stages.check import check, read_manifest
 from qspec.stages.package import package, seal, stored_bytes
+from qspec.stages.quantize import quantize
+from tests.observed import load, observe
 from tests.served import transformers_model
 from tests.stages.pairs import halves, recipe
+from tests.tiny import tiny_model
 
 Halves = tuple[QuantizedModel, QuantizedModel]
 
@@ -186,3 +190,25 @@ def test_manifest_is_plain_json(made: Halves, tmp_path: Path) -> None:
     """Would catch a field that only Python can read."""
     pair = package(*made, recipe(), tmp_path)
     assert json.loads((pair / "pair.json").read_text(encoding="utf-8"))["name"] == "tiny"
+
+
+def test_outliers_are_verified_and_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a pair whose outliers are lost on disk, or that is said to run in a server that drops them."""
+    sparse = {"scheme": "W8A8", "outliers": {"share": 1.0}}
+    asked = recipe("ngram", target={"model": "tiny", "quantization": sparse})
+    source = tmp_path / "source"
+    model = quantize(load(tiny_model("llama", source)), observe(source), build_plan(asked.target.quantization))
+    manifest = read_manifest(package(model, None, asked, tmp_path / "out"))
+    assert not manifest.exportable
+    assert "no server runs dense + sparse weights" in manifest.reason
+    size = (tmp_path / "out/pair/target/model.safetensors").stat().st_size
+    assert size == pytest.approx(stored_bytes(model, torch.float32), rel=0.05)  # the file's header, 15 KB
+    layer = "model.layers.1.mlp.up_proj"
+    linear = model.linears[layer]
+    assert linear.outliers is not None
+    other = replace(linear.outliers, values=linear.outliers.values.flip(0))
+    changed = replace(model, linears={**model.linears, layer: replace(linear, outliers=other)})
+    write = compressed.write
+    monkeypatch.setattr(compressed, "write", lambda _, *rest: write(changed, *rest))
+    with pytest.raises(IntegrityError, match=f"{layer}: reads back different"):
+        package(model, None, asked, tmp_path / "again")

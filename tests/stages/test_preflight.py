@@ -9,9 +9,18 @@ from qspec.numerics.formats import FP8_E4M3, FP8_E5M2, INT8
 from qspec.plan import KVScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
-from qspec.schema.recipe import KVSpec, MlpDraft, ModelSpec, NgramDraft, QuantSpec, Recipe, SelfDraft
+from qspec.schema.quantization import KVSpec, QuantSpec, RotationSpec
+from qspec.schema.recipe import EvaluationSpec, MlpDraft, ModelSpec, NgramDraft, Recipe, SelfDraft, TaskSpec
 from qspec.stages.build_plan import layer_scheme
-from qspec.stages.preflight import device_findings, pair_findings, raise_refused, refuse_unbuilt
+from qspec.stages.preflight import (
+    device_findings,
+    format_findings,
+    outlier_findings,
+    pair_findings,
+    raise_refused,
+    refuse_unbuilt,
+    rotation_findings,
+)
 
 ARCH = ArchMap("qwen2", "Qwen2ForCausalLM", 1, 8, 8, 1, 1, 8, 8, 8, (1.0,) * 4, qkv_bias=True)
 
@@ -109,3 +118,57 @@ def test_mlp_speculators_plan_and_do_not_run():
     with pytest.raises(RecipeError, match=r"kind: model .*self .*ngram"):
         refuse_unbuilt(mlp)
     refuse_unbuilt(base.model_copy(update={"draft": NgramDraft(kind="ngram")}))
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_outliers_run_here_only(half: str):
+    """Would catch a pair made for a GPU that nothing there can serve, or evaluated by transformers without outliers."""
+    sparse = {"scheme": "W8A8", "outliers": {"share": 0.5}}
+    spec = {"target": {"model": "m"}, "draft": {"kind": "self"}, "name": "t"}
+    spec[half] = {**spec[half], "quantization": sparse}
+    r = Recipe.model_validate(spec)
+    assert list(outlier_findings(read_device("cpu"), r)) == []
+    (found,) = outlier_findings(read_device("h100"), r)
+    assert found.level == "refused"
+    assert "no server runs dense + sparse weights" in found.rule
+    r = Recipe.model_validate({**spec, "evaluation": {"tasks": [{"backends": ["hf"]}]}})
+    assert len(list(outlier_findings(read_device("cpu"), r))) == (half == "target")
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_transforms_at_run_time_run_here_only(half: str):
+    """Would catch a pair for a GPU that no runtime there computes, or scores of a half that hf computes wrongly."""
+    turned = QuantSpec(rotation=RotationSpec(r4=True))
+    specs = {"target": QuantSpec(), "draft": QuantSpec(), half: turned}
+    target, draft = ModelSpec(model="a", quantization=specs["target"]), specs["draft"]
+    made = Recipe(name="t", target=target, draft=SelfDraft(kind="self", quantization=draft))
+    (found,) = rotation_findings(read_device("h100"), made)
+    assert found.level == "refused"
+    assert not list(rotation_findings(read_device("cpu"), made))
+    tasks = EvaluationSpec(tasks=(TaskSpec(backends=("qspec", "hf")),))
+    served = list(rotation_findings(read_device("cpu"), made.model_copy(update={"evaluation": tasks})))
+    assert [finding.level for finding in served] == ["refused"] * (half == "target")
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_e5m2_runs_here_only(half: str):
+    """Would catch a pair made for a GPU whose server reads E5M2 codes as E4M3, or scored by a library that stops."""
+    adaptive = {"scheme": "FP8", "fp8_format": "adaptive"}
+    spec = {"target": {"model": "m"}, "draft": {"kind": "self"}, "name": "t"}
+    spec[half] = {**spec[half], "quantization": adaptive}
+    r = Recipe.model_validate(spec)
+    assert list(format_findings(read_device("cpu"), r)) == []
+    (found,) = format_findings(read_device("h100"), r)
+    assert found.level == "refused"
+    assert "on CPU only" in found.rule
+    r = Recipe.model_validate({**spec, "evaluation": {"tasks": [{"backends": ["hf"]}]}})
+    assert len(list(format_findings(read_device("cpu"), r))) == (half == "target")
+
+
+def test_a_plan_with_e5m2_is_refused_on_gpus():
+    """Would catch a resolved plan that slips past the recipe's own check."""
+    scheme = layer_scheme("FP8")
+    assert scheme is not None
+    wide = replace(scheme, weight=replace(scheme.weight, fmt=FP8_E5M2))
+    assert [f.level for f in device_findings(read_device("h100"), {"a": wide}, None) if "E5M2" in f.rule] == ["refused"]
+    assert not [f for f in device_findings(read_device("cpu"), {"a": wide}, None) if f.level == "refused"]

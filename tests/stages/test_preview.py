@@ -160,3 +160,14 @@ def test_sizes_read_in_decimal_units(value: float, text: str):
 def test_durations_read_well(value: float, text: str):
     """Would catch hours printed as seconds."""
     assert duration(value) == text
+
+
+def test_rotation_is_planned_with_its_own_head():
+    """Would catch bytes of a tied head for a model that gets one of its own, or a refusal that comes after loading."""
+    base = ("target.model=Qwen/Qwen2.5-0.5B-Instruct", "draft={kind: self, quantization: {}}")
+    spec = "draft.quantization.rotation"
+    plain = preview(read("llama-3.1-8b-fp8-h100", *base))["draft"]
+    rotated = preview(read("llama-3.1-8b-fp8-h100", *base, f"{spec}={{}}"))["draft"]
+    assert rotated["parameters"] == plain["parameters"] + 151936 * 896
+    with pytest.raises(RecipeError, match=r"rotation\.r4 on h100"):
+        admit(read("llama-3.1-8b-fp8-h100", *base, f"{spec}={{r4: true}}"))

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from qspec.errors import RecipeError, SourceError
-from qspec.numerics.formats import FP8_E4M3, SCALE_FLOOR
+from qspec.numerics.clipping import Clip
+from qspec.numerics.formats import FP8_E4M3, FP8_E5M2, SCALE_FLOOR
 from qspec.records import LayerStats, LoadedModel
-from qspec.schema.recipe import ClipSpec, KVSpec, QuantSpec, RuleSpec
-from qspec.stages.build_plan import build_plan
+from qspec.schema.quantization import ClipSpec, KVSpec, OutlierSpec, QuantSpec, RuleSpec
+from qspec.stages.build_plan import build_plan, layer_scheme
+from qspec.stages.calibrate import calibrate
 from qspec.stages.quantize import quantize
 from tests.observed import load, observe
 from tests.tiny import tiny_model
@@ -150,3 +152,149 @@ def test_biases_go_with_their_layer(tmp_path: Path) -> None:
     assert bias is not None
     assert torch.equal(bias, model.tensors[f"{Q}.bias"])
     assert f"{Q}.bias" not in quant.tensors
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8", "W4A16"])
+def test_outliers_stay_in_float_and_shrink_the_error(model: LoadedModel, stats: LayerStats, scheme: str) -> None:
+    """Would catch outliers that are also rounded, or chosen without a look at the layer's inputs."""
+    plain = QuantSpec(scheme=scheme, group_size=32)
+    apart = plain.model_copy(update={"outliers": OutlierSpec(share=2.0)})
+    without, quant, blind = (
+        quantize(model, s, build_plan(p)) if s or scheme != "FP8" else None
+        for s, p in ((stats, plain), (stats, apart), (None, apart))
+    )
+    errors = dict.fromkeys(("without", "quant", "blind"), 0.0)
+    for name, found in (("without", without), ("quant", quant), ("blind", blind)):
+        for layer, linear in found.linears.items() if found else ():
+            delta_NK = linear.rounded_part(model.tensors[f"{layer}.weight"]) - linear.weight.dequantize()
+            errors[name] += float((stats.inputs_TK[layer].float() @ delta_NK.T).square().sum())
+    assert errors["quant"] < 0.95 * errors["without"]
+    assert scheme == "FP8" or errors["quant"] < errors["blind"]
+    assert quant is not None
+    for linear in quant.linears.values():
+        assert linear.outliers is not None
+        assert linear.outliers.values.numel() == linear.weight.codes.numel() * 2 // 100
+        assert (linear.weight.dequantize()[linear.outliers.dense() != 0] == 0).all()
+
+
+def uneven_inputs(stats: LayerStats, layers: tuple[str, ...]) -> LayerStats:
+    """Inputs whose channels lie three decades apart, as outlier channels do."""
+    x_TK = stats.inputs_TK[layers[0]]
+    x_TK = x_TK * 10 ** (3 * torch.rand(x_TK.shape[1], generator=torch.Generator().manual_seed(0)))
+    return replace(stats, inputs_TK={**stats.inputs_TK, **dict.fromkeys(layers, x_TK)})
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "W8A8", "W4A16"])
+def test_mse_serves_the_output_where_inputs_are_known(model: LoadedModel, stats: LayerStats, scheme: str) -> None:
+    """Would catch statistics that do not reach the clip, or those of another layer."""
+    plan = build_plan(QuantSpec(scheme=scheme, group_size=32, clip=ClipSpec(method="mse")))
+    stats = uneven_inputs(stats, (GATE, UP))
+    without = replace(stats, inputs_TK={})  # static scales still need their ranges
+    error = {"weighted": 0.0, "plain": 0.0}
+    for layer in (GATE, UP):
+        for name, seen in (("weighted", stats), ("plain", without)):
+            weight = quantize(model, seen, plan).linears[layer].weight.dequantize()
+            difference = stats.inputs_TK[layer] @ (weight - model.tensors[f"{layer}.weight"]).T
+            error[name] += float(difference.square().sum())
+    assert error["weighted"] < error["plain"] or scheme == "FP8"
+    assert error["weighted"] <= 1.01 * error["plain"]  # one scale for a whole float tensor leaves nearly no choice
+
+
+def test_mse_without_statistics_is_as_it_was(model: LoadedModel, stats: LayerStats) -> None:
+    """Would catch a data-free scheme that starts to depend on data, and inputs of zeros that stop the search."""
+    plan = build_plan(QuantSpec(scheme="W4A16", group_size=32, clip=ClipSpec(method="mse")))
+    silent = replace(stats, inputs_TK={name: torch.zeros_like(x) for name, x in stats.inputs_TK.items()})
+    plain, zeros = (quantize(model, seen, plan).linears[DOWN].weight for seen in (None, silent))
+    assert torch.equal(plain.codes, zeros.codes)
+    assert torch.equal(plain.scale, zeros.scale)
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "W8A8", "W4A16"])
+def test_absmax_does_not_depend_on_inputs(model: LoadedModel, stats: LayerStats, scheme: str) -> None:
+    """Would catch codes that change for settings that have no error to weigh."""
+    plan = build_plan(QuantSpec(scheme=scheme, group_size=32))
+    weights = [quantize(model, s, plan).linears[UP].weight for s in (stats, uneven_inputs(stats, (GATE, UP)))]
+    assert torch.equal(weights[0].codes.view(torch.uint8), weights[1].codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["W8A8_STATIC", "FP8_STATIC"])
+def test_static_inputs_beside_channel_scales(model: LoadedModel, stats: LayerStats, name: str) -> None:
+    """Would catch members of a merged layer whose stored input scales differ, or weight scales that become one."""
+    scheme = layer_scheme(name)
+    assert scheme is not None
+    assert scheme.activation is not None
+    plan = replace(build_plan(QuantSpec()), default=scheme)
+    quant = quantize(model, stats, plan)
+    expected = float(stats.amax_K[Q].max()) / scheme.activation.fmt.qmax
+    for layer in (Q, K, V):
+        linear = quant.linears[layer]
+        assert linear.input_scale is not None
+        assert float(linear.input_scale) == pytest.approx(expected)
+        assert linear.weight.scale.shape == (linear.weight.shape[0], 1)
+
+
+@pytest.mark.parametrize("clip", [Clip("kl"), Clip("percentile", 99.0), Clip("mse")], ids=lambda c: c.method)
+def test_clipped_inputs(model: LoadedModel, stats: LayerStats, clip: Clip) -> None:
+    """Would catch a clip of inputs that is ignored, or wider than what was seen: one value of many sticks out."""
+    x_TK = stats.inputs_TK[DOWN].clamp(-1, 1)
+    x_TK[0, 0] = 30.0
+    seen = replace(
+        stats,
+        inputs_TK={**stats.inputs_TK, DOWN: x_TK},
+        amax_K={**stats.amax_K, DOWN: torch.full((x_TK.shape[1],), 30.0)},
+    )
+    scheme = layer_scheme("W8A8_STATIC")
+    assert scheme is not None
+    assert scheme.activation is not None
+    clipped = replace(scheme, activation=replace(scheme.activation, clip=clip))
+    scale = quantize(model, seen, replace(build_plan(QuantSpec()), default=clipped)).linears[DOWN].input_scale
+    assert scale is not None
+    # 99 % lie in [-1, 1]; `kl` gives up most of the way to the one value, `mse` counts its square and gives up less.
+    bound = {"kl": 5.0, "percentile": 1.0, "mse": 30.0}[clip.method]
+    assert float(scale) * 127 <= bound * (1 + 1e-6)
+
+
+def test_a_clip_that_cuts_nothing_keeps_the_whole_range(model: LoadedModel, stats: LayerStats) -> None:
+    """Would catch the sample's maximum as a limit: other tokens reached further, and nothing asked to clip them."""
+    layers = (DOWN,)
+    even = torch.ones_like(stats.inputs_TK[DOWN])
+    seen = replace(stats, inputs_TK={**stats.inputs_TK, **dict.fromkeys(layers, even)})
+    plan = build_plan(QuantSpec(scheme="FP8", clip=ClipSpec(method="kl")))
+    scale = quantize(model, seen, plan).linears[DOWN].input_scale
+    assert scale is not None
+    assert float(scale) == pytest.approx(float(stats.amax_K[DOWN].max()) / 448)
+
+
+def test_e5m2_weights_and_inputs(model: LoadedModel, stats: LayerStats) -> None:
+    """Would catch scales or codes of E4M3 under the other format's name."""
+    scheme = layer_scheme("FP8")
+    assert scheme is not None
+    assert scheme.activation is not None
+    inputs = replace(scheme.activation, fmt=FP8_E5M2)
+    wide = replace(scheme, weight=replace(scheme.weight, fmt=FP8_E5M2), activation=inputs)
+    linear = quantize(model, stats, replace(build_plan(QuantSpec()), default=wide)).linears[DOWN]
+    assert linear.weight.codes.dtype == torch.float8_e5m2
+    w_NK = model.tensors[f"{DOWN}.weight"]
+    assert float((linear.weight.dequantize() - w_NK).abs().max() / w_NK.abs().max()) <= 1 / 8  # two bits: half a step
+    assert linear.input_scale is not None
+    assert float(linear.input_scale) == pytest.approx(max(float(stats.amax_K[DOWN].max()) / 57344, SCALE_FLOOR))
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "W4A16"])
+def test_experts_that_calibration_never_reached(tmp_path: Path, scheme: str) -> None:
+    """Would catch an expert without an input range that stops the run, gets scale 1, or is not counted."""
+    model = load(tiny_model("qwen3_moe", tmp_path))
+    stats = calibrate(model, [[5]])  # one token: two experts of six
+    quantized = quantize(model, stats, build_plan(QuantSpec.model_validate({"scheme": scheme, "group_size": 32})))
+    for layer in ("model.layers.1", "model.layers.2"):
+        assert any(note.startswith(f"{layer}: 4 of 6 experts saw no calibration token") for note in quantized.notes)
+        for part in ("gate_proj", "down_proj"):
+            mlps = model.arch.mlps(layer)
+            seen = [stats.amax_K[f"{mlp}.{part}"].amax() for mlp in mlps if f"{mlp}.{part}" in stats.amax_K]
+            assert len(seen) == 2
+            if scheme == "FP8":
+                scales = [quantized.linears[f"{mlp}.{part}"].input_scale for mlp in mlps]
+                assert all(scale is not None for scale in scales)
+                assert max(scale.item() for scale in scales if scale is not None) == pytest.approx(max(seen) / 448)
+    assert len(quantized.notes) == 2
+    assert set(model.arch.routers()).isdisjoint(quantized.linears)

@@ -14,11 +14,13 @@ from qspec.numerics import gptq
 from qspec.numerics.fidelity import kl_divergence
 from qspec.ops.reference import fake_quantize
 from qspec.records import LoadedModel, QuantizedModel
-from qspec.schema.recipe import KVSpec, QuantSpec, RuleSpec
+from qspec.schema.quantization import KVSpec, OutlierSpec, QuantSpec, RuleSpec
 from qspec.stages import sequential
 from qspec.stages.build_plan import build_plan
+from qspec.stages.calibrate import calibrate_piece
+from qspec.stages.pieces import embedded, pieces
 from qspec.stages.quantize import quantize
-from qspec.stages.sequential import HELD_OUT, refine
+from qspec.stages.sequential import HELD_OUT, notes, require_judge
 from tests.observed import load, observe
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -34,6 +36,21 @@ factor = gptq.factor
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(tiny_model("llama", tmp_path_factory.mktemp("source")))
+
+
+def refine(model: LoadedModel, rounded: QuantizedModel, rows: list[list[int]]) -> QuantizedModel:
+    """All pieces of `model` in turn, as `stages.stream` does it."""
+    exact = states = embedded(model, rows)
+    linears, choices = dict(rounded.linears), []
+    for piece in pieces(model):
+        own = {layer: linear for layer, linear in rounded.linears.items() if layer in piece.arch.linears()}
+        tensors = {name: tensor for name, tensor in piece.tensors.items() if name in rounded.tensors}
+        part = replace(rounded, arch=piece.arch, linears=own, tensors=tensors)
+        refined, chosen, states = sequential.refine(piece, part, exact, states)
+        exact = calibrate_piece(piece, exact)[1]
+        linears |= refined.linears
+        choices += chosen
+    return replace(rounded, linears=linears, notes=(*rounded.notes, *notes(choices, len(rows))))
 
 
 def moments(decoder: Decoder, quant: QuantizedModel, layer: str, rows: list[list[int]]) -> Tensor:
@@ -159,10 +176,10 @@ def test_only_codes_change(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [[], ROWS[:1]])
-def test_text_is_needed(model: LoadedModel, rows: list[list[int]]) -> None:
+def test_text_is_needed(rows: list[list[int]]) -> None:
     """Catches feedback that is judged on nothing, or on what it was fitted to."""
     with pytest.raises(RecipeError, match="method gptq: needs two calibration texts"):
-        refine(model, quantize(model, None, build_plan(W4)), rows)
+        require_judge(rows)
 
 
 def test_the_whole_model_gains(model: LoadedModel) -> None:
@@ -178,3 +195,20 @@ def test_the_whole_model_gains(model: LoadedModel) -> None:
         for q in (rounded, refine(correlated, rounded, ROWS))
     ]
     assert losses[1] < 0.8 * losses[0]
+
+
+def test_feedback_leaves_outliers_alone(model: LoadedModel) -> None:
+    """Catches codes fitted to the whole weight, so that what is kept apart would count twice."""
+    spec = W4.model_copy(update={"outliers": OutlierSpec(share=2.0)})
+    rounded = quantize(model, None, build_plan(spec))
+    quant = refine(model, rounded, ROWS)
+    changed = 0
+    for layer, linear in quant.linears.items():
+        before = rounded.linears[layer]
+        assert linear.outliers is before.outliers
+        assert linear.outliers is not None
+        changed += not torch.equal(linear.weight.codes, before.weight.codes)
+        delta_NK = linear.rounded_part(model.tensors[f"{layer}.weight"]) - linear.weight.dequantize()
+        step = linear.weight.scale.max()
+        assert delta_NK.abs().max() < 4 * step  # feedback moves a weight by a step or two, never by an outlier
+    assert changed > 0

@@ -9,14 +9,17 @@ from torch import Tensor
 
 from qspec.bridges import compressed
 from qspec.errors import RecipeError
+from qspec.nn.decoder import Decoder
 from qspec.records import LayerStats, LoadedModel
-from qspec.schema.recipe import FusionSpec, KVSpec, QuantSpec, SmoothingSpec
+from qspec.schema.quantization import KVSpec, QuantSpec, SmoothingSpec
+from qspec.schema.recipe import FusionSpec
 from qspec.stages.build_plan import build_plan
+from qspec.stages.calibrate import calibrate
 from qspec.stages.quantize import quantize
-from qspec.stages.transform import transform, truncate_layers
-from tests.observed import load, observe
+from qspec.stages.transform import Rewrites, notes, transform, truncate_layers
+from tests.observed import ROWS, load, observe
 from tests.served import distance, logits, transformers_model
-from tests.tiny import KINDS, tiny_model
+from tests.tiny import KINDS, NEWER_KINDS, tiny_model
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 SMOOTH = QuantSpec(scheme="W8A8", smoothing=SmoothingSpec(strength=0.6))
@@ -24,7 +27,7 @@ SMOOTH = QuantSpec(scheme="W8A8", smoothing=SmoothingSpec(strength=0.6))
 
 def run(
     folder: Path, spec: QuantSpec, fusion: FusionSpec, stats: LayerStats | None
-) -> tuple[LoadedModel, LayerStats | None, list[str]]:
+) -> tuple[LoadedModel, LayerStats | None, Rewrites]:
     return transform(load(folder), stats, spec, fusion, build_plan(spec))
 
 
@@ -40,13 +43,14 @@ def test_the_function_stays(tmp_path: Path, kind: str, change: str) -> None:
     folder = tiny_model(kind, tmp_path / "source")
     smooth, fold = change != "fold", change != "smooth"
     spec = SMOOTH if smooth else QuantSpec(scheme="W8A8")
-    model, _, notes = run(folder, spec, FusionSpec(fold_norms=fold), observe(folder))
+    fusion = FusionSpec(fold_norms=fold)
+    model, _, done = run(folder, spec, fusion, observe(folder))
     original = load(folder).tensors
     assert any(not torch.equal(model.tensors[name], original[name]) for name in original)
     after = float_logits(model, tmp_path / "after")
     # Factors are applied in float64 and rounded once to float32: what is left is the noise of float32 sums.
     assert distance(after, logits(transformers_model(folder))) < 2e-5
-    assert len(notes) == smooth + fold
+    assert len(notes([done], spec, fusion)) == smooth + fold
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma"])
@@ -75,11 +79,11 @@ def test_smoothing_pays_on_outliers(tmp_path: Path) -> None:
     losses = {}
     for name, smoothing in {"plain": None, "auto": SmoothingSpec()}.items():
         spec = QuantSpec(scheme="W8A8", smoothing=smoothing)
-        changed, after, notes = transform(spiked, stats, spec, FusionSpec(), build_plan(spec))
+        changed, after, done = transform(spiked, stats, spec, FusionSpec(), build_plan(spec))
         compressed.write(quantize(changed, after, build_plan(spec)), tmp_path / name, torch.float32)
         losses[name] = distance(logits(transformers_model(tmp_path / name)), exact)
     assert losses["auto"] < 0.6 * losses["plain"]
-    assert notes[0].startswith("Smoothing: ")
+    assert notes([done], spec, FusionSpec())[0].startswith("Smoothing: ")
 
 
 def test_auto_leaves_alone_what_gains_nothing(tmp_path: Path) -> None:
@@ -91,10 +95,10 @@ def test_auto_leaves_alone_what_gains_nothing(tmp_path: Path) -> None:
     spec = QuantSpec(scheme="W8A8", smoothing=SmoothingSpec(grid=2))
     even = {name: torch.sign(t) if t.dim() == 2 else t for name, t in load(folder).tensors.items()}
     model = replace(load(folder), tensors=even)  # weights ±1 and inputs 1 are exact in int8 as they are
-    changed, _, notes = transform(
+    changed, _, done = transform(
         model, replace(stats, amax_K=ones, inputs_TK=flat), spec, FusionSpec(), build_plan(spec)
     )
-    assert notes == ["Smoothing: no layer gained from it."]
+    assert notes([done], spec, FusionSpec()) == ["Smoothing: no layer gained from it."]
     assert all(torch.equal(changed.tensors[name], even[name]) for name in even)
 
 
@@ -143,3 +147,31 @@ def test_truncation_has_limits(tmp_path: Path, n: int) -> None:
     """Would catch a draft with more layers than the target, or none."""
     with pytest.raises(RecipeError, match="the model has 2 layers"):
         truncate_layers(load(tiny_model("llama", tmp_path)), n)
+
+
+@pytest.mark.parametrize("kind", NEWER_KINDS)
+@pytest.mark.parametrize("change", ["smooth", "fold", "both"])
+def test_the_function_of_newer_kinds_stays(tmp_path: Path, kind: str, change: str) -> None:
+    """Would catch a post-norm folded into what it does not feed, and a router or an expert that a factor misses."""
+    original = load(tiny_model(kind, tmp_path))
+    spec = SMOOTH if change != "fold" else QuantSpec(scheme="W8A8")
+    fusion = FusionSpec(fold_norms=change != "smooth")
+    model, stats, done = transform(original, calibrate(original, ROWS), spec, fusion, build_plan(spec))
+    after, before = (Decoder.from_float(m).forward(torch.tensor(ROWS[0])) for m in (model, original))
+    # Factors are applied in float64 and rounded once to float32: what is left is the noise of float32 sums.
+    assert distance(after, before) < 2e-5
+    if change != "fold":
+        assert f"model.layers.1.{original.arch.mlp_norm}" in done.strengths
+    seen = calibrate(model, ROWS)
+    assert stats is not None
+    for layer, amax_K in seen.amax_K.items():
+        if not layer.endswith((".q", ".k", ".v")):
+            assert torch.allclose(stats.amax_K[layer], amax_K, rtol=1e-3, atol=1e-4), layer  # float32 sums, as above
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "qwen3_moe"])
+def test_truncated_newer_models_are_read_back(tmp_path: Path, kind: str) -> None:
+    """Would catch numbers of layers that were removed left in the architecture."""
+    short = truncate_layers(load(tiny_model(kind, tmp_path / "source")), 1)
+    compressed.write_float(short, tmp_path / "short", torch.float32)
+    assert compressed.read(tmp_path / "short").arch == short.arch

@@ -1,0 +1,237 @@
+"""How one model is quantized: the `quantization` part of a recipe."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+Scheme = Literal["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "none"]
+STATIC_OR_DYNAMIC: frozenset[Scheme] = frozenset(("W8A8", "FP8", "FP8_DYNAMIC"))
+"""Schemes whose inputs may have one stored scale, or one per token at run time."""
+MOST = 1_000_000
+"""Of anything that is counted: what is above it is a slip, and would fill the memory or never end."""
+
+
+class Strict(BaseModel):
+    """Base of all recipe parts: unknown fields refused, values immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ClipSpec(Strict):
+    """Range of a block: its maximum, a percentile of |x|, or the clip of least squared error or KL divergence."""
+
+    method: Literal["absmax", "percentile", "mse", "kl"] = "absmax"
+    percentile: float = Field(default=99.9, gt=50, le=100)
+
+
+class SmoothingSpec(Strict):
+    """Move activation outliers into weights (SmoothQuant). `auto` searches the strength per layer by output error."""
+
+    strength: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
+    grid: int = Field(default=5, ge=2, le=20, description="strengths tried by `auto`, evenly over [0, 1)")
+
+
+class RotationSpec(Strict):
+    """Orthogonal rotations that spread outliers over channels (QuaRot, SpinQuant), folded into weights in float64.
+
+    r1: the residual stream (folds norm gains, unties the head). r2: values, per head. r4: the input of `down_proj`, by
+    a Hadamard transform at run time.
+    """
+
+    r1: bool = True
+    r2: bool = True
+    r4: bool = False
+
+    @model_validator(mode="after")
+    def _rotates_something(self) -> "RotationSpec":
+        if not (self.r1 or self.r2 or self.r4):
+            raise ValueError("rotation without r1, r2 and r4 does nothing; set one of them, or leave rotation out")
+        return self
+
+
+class OutlierSpec(Strict):
+    """Weights kept apart in float, in a sparse matrix beside the codes. Only qspec runs it."""
+
+    share: float = Field(gt=0, le=5, description="percent of a layer's weights")
+
+
+class MixedSpec(Strict):
+    """A scheme per layer, solved for a budget from measured sensitivities. Give `bits` or `megabytes`."""
+
+    candidates: tuple[Scheme, ...] = Field(default=("W4A16", "W8A8", "none"), min_length=2)
+    bits: float | None = Field(default=None, gt=0, le=32, description="mean bits of a weight, scales included")
+    megabytes: float | None = Field(default=None, gt=0, description="of all linear layers that are not ignored")
+    metric: Literal["output", "kl"] = "output"
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> "MixedSpec":
+        if (self.bits is None) == (self.megabytes is None):
+            given = "neither bits nor megabytes" if self.bits is None else "both bits and megabytes"
+            raise ValueError(f"mixed gives {given}; set one of them, for example bits: 6")
+        if len(set(self.candidates)) < len(self.candidates):
+            raise ValueError(f"mixed.candidates {', '.join(self.candidates)} repeat a scheme; name each once")
+        return self
+
+
+_AT_RUN_TIME = "set granularity: token_head or channel"
+
+
+class KVPartSpec(Strict):
+    """How keys, or values, are stored where they differ from the rest of `kv`."""
+
+    format: Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4"]
+    granularity: Literal["tensor", "head", "token_head", "channel"]
+    group: int = Field(default=32, ge=8, le=1024, description="tokens that share the scales of `channel`")
+    piecewise: bool = Field(default=False, description="dense centre and coarser tails, a scale each")
+    outliers: float = Field(default=0.0, ge=0, le=5, description="percent kept in float")
+
+    @model_validator(mode="after")
+    def _stored_scales_are_plain_fp8(self) -> "KVPartSpec":
+        stored = self.granularity in ("tensor", "head")
+        if stored and self.format in ("int8", "int4"):
+            raise ValueError(f"{self.format} KV has no static scales in any runtime; {_AT_RUN_TIME}")
+        if stored and (self.piecewise or self.outliers):
+            raise ValueError(f"piecewise and outliers are chosen at run time, not stored; {_AT_RUN_TIME}")
+        if self.piecewise and self.format not in ("int8", "int4"):
+            raise ValueError(f"{self.format} is finer near zero by itself; set format: int4, or piecewise: false")
+        return self
+
+
+class KVSpec(Strict):
+    """KV-cache format; `key` and `value` override it for one of them.
+
+    tensor, head: stored scales, `calibrated` on data, `cast` (1.0), or per layer the one of less measured KL (`auto`).
+    token_head: a scale per token and head, made at run time. channel: one per channel and `group` tokens.
+    residual: newest tokens kept in float. query: also round queries, with stored scales. skip_layers: kept in float.
+    """
+
+    format: Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4"] = "fp8_e4m3"
+    granularity: Literal["tensor", "head", "token_head"] = "tensor"
+    scales: Literal["calibrated", "cast", "auto"] = "calibrated"
+    key: KVPartSpec | None = None
+    value: KVPartSpec | None = None
+    query: Literal["tensor", "head"] | None = None
+    residual: int = Field(default=0, ge=0, le=MOST)
+    skip_layers: tuple[Annotated[int, Field(ge=0)], ...] | Literal["auto"] = ()
+
+    @model_validator(mode="after")
+    def _int8_is_dynamic(self) -> "KVSpec":
+        if self.format in ("int8", "int4") and self.granularity != "token_head":
+            rule = f"{self.format} KV has no static scales in any runtime"
+            raise ValueError(f"{rule}; set granularity: token_head, or fp8_e4m3")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> "KVSpec":
+        parts = [part or self for part in (self.key, self.value)]
+        groups = {p.group for p in parts if isinstance(p, KVPartSpec) and p.granularity == "channel"}
+        if len(groups) > 1:
+            raise ValueError("keys and values leave the float window together; give both the same group")
+        if self.scales == "auto" and all(part.granularity in ("token_head", "channel") for part in parts):
+            raise ValueError("scales: auto chooses among stored scales; set granularity: tensor or head, or no scales")
+        if self.query and (parts[0].format != "fp8_e4m3" or parts[0].granularity not in ("tensor", "head")):
+            raise ValueError("query is for kernels that read fp8_e4m3 keys; give keys tensor or head scales")
+        return self
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether tokens are stored in groups."""
+        return any(part is not None and part.granularity == "channel" for part in (self.key, self.value))
+
+
+def _pattern(match: str) -> str:
+    """A layer pattern as `plan.Rule` reads it; `re:` must compile."""
+    try:
+        re.compile(match.removeprefix("re:") if match.startswith("re:") else "")
+    except re.error as e:
+        raise ValueError(f"{match!r} is no regular expression ({e}); mend it, or drop re: for a plain name") from None
+    return match
+
+
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
+
+
+class RuleSpec(Strict):
+    """Another scheme for the linear layers that `match`: a name, its last part, or `re:` and a pattern."""
+
+    match: Pattern
+    scheme: Scheme
+    group_size: int | None = Field(default=None, gt=0, le=MOST)
+
+
+class QuantSpec(Strict):
+    """How one model is quantized."""
+
+    engine: Literal["qspec", "llmcompressor"] = "qspec"
+    scheme: Scheme = "W8A8"
+    method: Literal["rtn", "gptq", "smoothquant+gptq", "awq", "autoround"] = "rtn"
+    group_size: int = Field(default=128, gt=0, le=MOST, description="W4A16 only")
+    clip: ClipSpec = ClipSpec()
+    smoothing: SmoothingSpec | None = None
+    rotation: RotationSpec | None = None
+    outliers: OutlierSpec | None = None
+    activation_scales: Literal["scheme", "auto"] = Field(
+        default="scheme", description="auto: static or dynamic per layer, by measured output error"
+    )
+    fp8_format: Literal["e4m3", "adaptive"] = Field(
+        default="e4m3", description="adaptive: E4M3 or E5M2 per tensor, by measured output error"
+    )
+    mixed: MixedSpec | None = None
+    rules: tuple[RuleSpec, ...] = ()
+    ignore: tuple[Pattern, ...] = ("lm_head",)
+    kv: KVSpec | None = None
+
+    @property
+    def transforms_inputs(self) -> bool:
+        """Whether the quantized model transforms inputs at run time (`rotation.r4`)."""
+        return self.rotation is not None and self.rotation.r4
+
+    @model_validator(mode="after")
+    def _engine_has_method(self) -> "QuantSpec":
+        if self.engine == "qspec" and self.method not in ("rtn", "gptq"):
+            fix = "smoothing and method: gptq" if self.method == "smoothquant+gptq" else "engine: llmcompressor"
+            raise ValueError(f"engine qspec has the methods rtn and gptq; for {self.method} set {fix}")
+        if self.engine == "llmcompressor" and self.smoothing is not None:
+            raise ValueError("smoothing belongs to engine qspec; with llmcompressor set method: smoothquant+gptq")
+        if self.engine == "llmcompressor" and self.rotation is not None:
+            raise ValueError("rotation belongs to engine qspec; set engine: qspec, or leave rotation out")
+        if self.engine == "llmcompressor" and self.mixed is not None:
+            raise ValueError("mixed belongs to engine qspec; set engine: qspec, or leave mixed out")
+        if self.engine == "llmcompressor" and self.scheme == "none":
+            raise ValueError("scheme none leaves llmcompressor nothing to do; set engine: qspec, or another scheme")
+        if self.method == "awq" and self.scheme != "W4A16":
+            raise ValueError("method awq is for 4-bit weights; set scheme: W4A16")
+        if self.method == "smoothquant+gptq" and self.scheme == "W4A16":
+            raise ValueError("smoothquant helps quantized activations, W4A16 keeps them; set method: gptq")
+        return self
+
+    @property
+    def schemes(self) -> frozenset[Scheme]:
+        """Every scheme that a layer may get."""
+        mixed = self.mixed.candidates if self.mixed is not None else ()
+        return frozenset((self.scheme, *(rule.scheme for rule in self.rules), *mixed))
+
+    @model_validator(mode="after")
+    def _outliers_have_a_dense_part(self) -> "QuantSpec":
+        if self.outliers is not None and self.engine == "llmcompressor":
+            raise ValueError("outliers belong to engine qspec; set engine: qspec, or leave outliers out")
+        if self.outliers is not None and self.schemes == {"none"}:
+            raise ValueError("outliers are kept beside rounded weights, scheme none rounds nothing; set another scheme")
+        return self
+
+    @model_validator(mode="after")
+    def _choices_have_a_subject(self) -> "QuantSpec":
+        asked = {"clip.method kl": self.clip.method == "kl", "activation_scales auto": self.activation_scales == "auto"}
+        asked["fp8_format adaptive"] = self.fp8_format == "adaptive"
+        for name in (name for name, set_ in asked.items() if set_ and self.engine != "qspec"):
+            raise ValueError(f"{name} belongs to engine qspec; set engine: qspec, or leave it out")
+        if self.activation_scales == "auto" and not self.schemes & STATIC_OR_DYNAMIC:
+            names = ", ".join(sorted(STATIC_OR_DYNAMIC))
+            raise ValueError(f"activation_scales auto chooses for the schemes {names}; set one, or leave it out")
+        if self.fp8_format == "adaptive" and not any(scheme.startswith("FP8") for scheme in self.schemes):
+            raise ValueError("fp8_format adaptive chooses for FP8 schemes; set scheme: FP8 or FP8_DYNAMIC")
+        if self.clip.method == "kl" and "FP8" not in self.schemes and self.activation_scales != "auto":
+            rule = "clip.method kl compares histograms of whole tensors: weights of FP8, and static inputs"
+            raise ValueError(f"{rule}; set scheme: FP8, activation_scales: auto, or clip.method: mse")
+        return self

@@ -1,0 +1,224 @@
+"""Measure the arms of a matrix one by one, keep each, and print who is closer to the original."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+import gc
+import hashlib
+import json
+from pathlib import Path
+import re
+from tempfile import TemporaryDirectory
+import time
+from typing import Any
+import warnings
+
+import torch
+from torch import Tensor
+
+from qspec.bridges.text import windows
+from qspec.errors import QspecError
+from qspec.eval_files import eval_dir
+from qspec.nn.decoder import Decoder
+from qspec.nn.lm import LM
+from qspec.pipeline import Calibration, quantize_model
+from qspec.progress import Progress
+from qspec.provenance import atomic_write, environment
+from qspec.records import LoadedModel
+from qspec.schema.matrix import Contest, Subject, read_matrix
+from qspec.schema.recipe import FusionSpec
+from qspec.stages.build_plan import build_plan, resolve_plan
+from qspec.stages.compare import exported_format, measure, reference, summary, verdict
+from qspec.stages.load import load
+
+WORK = Path("runs/bench_fidelity")
+BASELINE = Path("eval/baselines/fidelity.json")
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One checkpoint to make and measure; `engine` "" is the original."""
+
+    model: str
+    subject: Subject
+    contest: str
+    engine: str
+    method: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}/{self.contest}/{self.engine} {self.method}".replace("/ ", "/")
+
+    @property
+    def rules(self) -> Contest:
+        return self.subject.contests[self.contest]
+
+    @property
+    def path(self) -> Path:
+        """Where its record is kept: by what decides its numbers, so that a changed setting is a new arm."""
+        subject = self.subject.model_dump(mode="json", exclude={"contests"}, exclude_defaults=True)
+        own = "original"
+        if self.engine:
+            parts = self.rules.peers if self.engine == "llmcompressor" else self.rules.ours
+            own = json.dumps([self.engine, self.rules.base | parts[self.method]], sort_keys=True)
+        digest = hashlib.sha256(json.dumps([subject, own], sort_keys=True).encode()).hexdigest()
+        return WORK / f"{re.sub('[^A-Za-z0-9+]+', '-', self.name)}-{digest[:12]}.json"
+
+    def record(self) -> Record | None:
+        return json.loads(self.path.read_bytes()) if self.path.exists() else None
+
+    @property
+    def done(self) -> bool:
+        """A refusal is asked for again: the library that refused may have learned."""
+        return "corpora" in (self.record() or {})
+
+
+def arms_of(matrix: dict[str, Subject]) -> Iterator[Arm]:
+    for model, subject in matrix.items():
+        yield Arm(model, subject, "", "", "original")
+        for contest, rules in subject.contests.items():
+            for engine, parts in (("llmcompressor", rules.peers), ("qspec", rules.ours)):
+                yield from (Arm(model, subject, contest, engine, method) for method in parts)
+
+
+class Bench:
+    """One subject in memory: the model, its calibration text, and the original's logits on disk."""
+
+    def __init__(self, subject: Subject, progress: Progress) -> None:
+        self.subject, self._progress = subject, progress
+
+    @cached_property
+    def model(self) -> LoadedModel:
+        return load(self.subject.source)
+
+    @cached_property
+    def text(self) -> Calibration:
+        return Calibration(self.subject.calibration, self.model.tokenizer, self.subject.seed, self._progress)
+
+    @cached_property
+    def corpora(self) -> dict[str, list[list[int]]]:
+        s = self.subject
+        return {corpus: windows(corpus, s.windows, s.length, self.model.tokenizer) for corpus in s.corpora}
+
+    @cached_property
+    def original(self) -> Decoder:
+        return Decoder.from_float(self.model, max_length=self.subject.length)
+
+    def record(self, arm: Arm) -> Record:
+        """Everything about an arm; one that cannot be made is a record too."""
+        start = time.perf_counter()
+        try:
+            lm, settings, notes = self.build(arm)
+        except QspecError as error:
+            return {"refused": str(error)}
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if arm.engine == "qspec":
+                raise
+            return {"refused": f"failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        made = time.perf_counter() - start
+        found = {c: measure(lm, rows, self.references(rows)) for c, rows in self.corpora.items()}
+        seconds = {"make": round(made, 1), "measure": round(time.perf_counter() - start - made, 1)}
+        return {"settings": settings, "notes": notes, "seconds": seconds, "corpora": found}
+
+    def build(self, arm: Arm) -> tuple[LM, Record, list[str]]:
+        if not arm.engine:
+            return self.original, {}, []
+        spec = arm.rules.quantization(arm.engine, arm.method)
+        plan = build_plan(spec)
+        resolve_plan(plan, self.model.arch)
+        first = next(iter(arm.rules.ours))
+        equal = build_plan(arm.rules.quantization("qspec", first))
+        if exported_format(plan, self.model.arch) != exported_format(equal, self.model.arch):
+            raise QspecError(arm.name, f"exports another format than {first}", "compare it in a contest of its own")
+        with TemporaryDirectory(dir=WORK) as work:
+            quantized = quantize_model(self.model, spec, FusionSpec(), self.text, Path(work), torch.float32)
+        settings = spec.model_dump(mode="json", exclude_defaults=True)
+        return Decoder.from_quantized(quantized, max_length=self.subject.length), settings, list(quantized.notes)
+
+    def references(self, rows: list[list[int]]) -> Iterator[Tensor]:
+        """The original's predictions of each window, computed once."""
+        for row in rows:
+            key = hashlib.sha256(f"{self.model.source.get('sha256')} {row}".encode()).hexdigest()
+            path = WORK / "reference" / f"{key[:24]}.pt"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part = path.with_suffix(".partial")
+                torch.save(reference(self.original, row), part)
+                part.replace(path)
+            yield torch.load(path)
+
+
+def rows_of(arm: Arm, record: Record) -> Iterator[Record]:
+    """The rows of an arm for the baseline: one per corpus, or the refusal."""
+    head = {"model": arm.model, "scheme": arm.contest, "method": arm.method, "engine": arm.engine}
+    if "refused" in record:
+        yield head | {"refused": record["refused"]}
+        return
+    tokens = arm.subject.windows * (arm.subject.length - 1)
+    for corpus, found in record["corpora"].items():
+        by_window = [round(value, 7) for value in found["kl"]]
+        yield head | {"corpus": corpus} | summary(found) | {"tokens": tokens, "kl_windows": by_window}
+
+
+def table(arms: list[Arm]) -> Iterator[str]:
+    """Per contest and corpus: the best of ours, the best peer, and who wins."""
+    for model, subject, contest in dict.fromkeys((arm.model, id(arm.subject), arm.contest) for arm in arms):
+        mates = [arm for arm in arms if (arm.model, id(arm.subject), arm.contest) == (model, subject, contest)]
+        measured = {(arm.engine, arm.method): arm.record() or {} for arm in mates if arm.engine}
+        for corpus in mates[0].subject.corpora:
+            sides = [
+                {
+                    method: record["corpora"][corpus]
+                    for (engine, method), record in measured.items()
+                    if engine == side and "corpora" in record
+                }
+                for side in ("qspec", "llmcompressor")
+            ]
+            if any(sides):
+                yield f"{model} {contest} {corpus}: {verdict(*sides)}"
+
+
+def write_baseline(arms: list[Arm]) -> None:
+    rows = [row for arm in arms if (record := arm.record()) for row in rows_of(arm, record)]
+    text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    facts = json.dumps(environment(), indent=1)
+    atomic_write(BASELINE, f'{{"environment": {facts},\n"rows": [\n{text}\n]}}\n')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--matrix", type=Path, default=eval_dir() / "matrices/fidelity.yaml")
+    parser.add_argument("--only", default="", metavar="PATTERN")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore")
+    progress = Progress()
+    WORK.mkdir(parents=True, exist_ok=True)
+    every = list(arms_of(read_matrix(args.matrix)))
+    chosen = [arm for arm in every if re.search(args.only, arm.name)]
+    if args.list:
+        for arm in chosen:
+            print("done   " if arm.done else "to do  ", arm.name)
+        return
+    bench: Bench | None = None
+    for arm in chosen:
+        if arm.done and not args.again:
+            continue
+        if bench is None or bench.subject is not arm.subject:
+            bench = Bench(arm.subject, progress)
+        progress.stage(arm.name)
+        atomic_write(arm.path, json.dumps(bench.record(arm)))
+        gc.collect()
+    progress.close()
+    write_baseline(every)
+    print(*table(every), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

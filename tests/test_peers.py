@@ -1,0 +1,551 @@
+"""What users of other toolkits have hit, and that it does not happen here: a row of the peers' table each.
+
+The numbers are those of the table; each docstring says what was hit.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+import json
+from pathlib import Path
+from typing import Any
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+import yaml
+
+from qspec.bridges import compressed
+from qspec.bridges.tensors import read_tensors
+from qspec.errors import IntegrityError, OutputError, PairError, RecipeError, SourceError
+from qspec.nn.decoder import Decoder
+from qspec.numerics import gptq
+from qspec.numerics.affine import quantize_matrix, quantize_weight
+from qspec.numerics.blocks import PerChannel, PerTensor
+from qspec.numerics.fidelity import kl_divergence
+from qspec.numerics.formats import FP8_E4M3, INT4, SCALE_FLOOR
+from qspec.plan import KVScheme, QuantPlan
+from qspec.progress import Progress
+from qspec.records import LoadedModel, QuantizedModel
+from qspec.schema.devices import read_device
+from qspec.schema.quantization import KVSpec, QuantSpec, RuleSpec, SmoothingSpec
+from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec, Recipe
+from qspec.stages.build_plan import build_plan, validate_plan
+from qspec.stages.calibrate import calibrate
+from qspec.stages.check import check_tokenizers, lint, read_manifest
+from qspec.stages.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
+from qspec.stages.fuse import fuse
+from qspec.stages.inspect_pair import view_half
+from qspec.stages.kv_choice import LayerError, choose_kv, decide
+from qspec.stages.kv_scales import key_biases
+from qspec.stages.load import load as load_model
+from qspec.stages.package import package
+from qspec.stages.pad import match_rows
+from qspec.stages.preflight import device_findings, refuse_unbuilt
+from qspec.stages.quantize import quantize
+from qspec.stages.store import Store
+from qspec.stages.stream import Job, stream
+from qspec.stages.transform import transform
+from tests.observed import ROWS, load
+from tests.served import distance, reference_logits, transformers_model
+from tests.stages.pairs import halves, recipe
+from tests.tiny import save_tokenizer, tiny_model
+
+QUIET = Progress(quiet=True)
+IDS = torch.tensor(ROWS[0])
+FP8_KV = {"format": "fp8_e4m3"}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizedModel, QuantizedModel]:
+    """The target and the draft of `recipe()`."""
+    return halves(tmp_path_factory.mktemp("pair"))
+
+
+def quantized(model: LoadedModel, spec: QuantSpec, rows: list[list[int]] = ROWS) -> QuantizedModel:
+    plan = build_plan(spec)
+    return fuse(quantize(model, calibrate(model, rows), plan))
+
+
+def a_recipe(device: str, target: Mapping[str, Any], draft: Mapping[str, Any] | None = None) -> Recipe:
+    half = {"model": "org/m", "quantization": target}
+    fields = {"name": "t", "device": device, "target": half, "draft": draft or {"kind": "ngram"}}
+    return Recipe.model_validate(fields)
+
+
+def refusals(device: str, spec: QuantSpec) -> list[str]:
+    """What preflight refuses of a scheme on a device."""
+    plan = build_plan(spec)
+    found = device_findings(read_device(device), {"layer": plan.default}, plan.kv)
+    return [str(finding) for finding in found if finding.level == "refused"]
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def logits(decoder: Decoder) -> Tensor:
+    decoder.truncate(0)
+    return decoder.forward(IDS)
+
+
+def written(model: QuantizedModel, folder: Path) -> set[str]:
+    """Names of the tensors that a checkpoint holds."""
+    compressed.write(model, folder, torch.float32)
+    return set(read_tensors(folder))
+
+
+def test_T01_query_scales_are_exported_or_said_to_be_absent(
+    llama: Path, made: tuple[QuantizedModel, QuantizedModel], tmp_path: Path
+) -> None:
+    """A checkpoint with FP8 attention had no q_scale, and kernels silently rounded queries under the keys' scale."""
+    with_query = QuantSpec(scheme="W8A8", kv=KVSpec(query="head"))
+    names = written(quantized(load(llama), with_query), tmp_path / "query")
+    assert {f"model.layers.{i}.self_attn.q_scale" for i in range(2)} <= names
+    manifest = read_manifest(package(*made, recipe(), tmp_path))
+    (kv,) = (line.detail for line in manifest.served_by if (line.runtime, line.part) == ("vllm", "kv"))
+    assert "no q_scale" in kv
+
+
+def test_T02_inspect_answers_whether_kv_scales_are_calibrated(llama: Path, tmp_path: Path) -> None:
+    """Nobody could tell whether the KV scales of a checkpoint were calibrated, and some never were."""
+    for scales in ("calibrated", "cast"):
+        model = quantized(load(llama), QuantSpec(scheme="none", kv=KVSpec(scales=scales)))
+        written(model, tmp_path / scales)
+        view = view_half(compressed.read(tmp_path / scales), "target", QUIET, ROWS).kv
+        assert view is not None
+        assert view.origin == scales
+        for layer in (*view.keys, *view.values):
+            assert (layer.scale == (1.0,)) == (scales == "cast")
+            assert layer.amax == (pytest.approx(448 * layer.scale[0]),)
+            assert layer.seen is not None
+            # the text that scales were calibrated on: only what rounding in the layers before pushed over the edge
+            assert layer.seen.saturated is not None
+            assert layer.seen.saturated < 0.002
+
+
+def test_T03_fused_qkv_gets_kv_scales_under_self_attn(tmp_path: Path) -> None:
+    """Models that store q, k and v as one broke the KV scheme: servers look for `self_attn.k_scale`."""
+    model = load(tiny_model("phi3", tmp_path / "source"))
+    names = written(quantized(model, QuantSpec(scheme="FP8_DYNAMIC", kv=KVSpec())), tmp_path / "out")
+    kv = {name for name in names if name.endswith(("k_scale", "v_scale"))}
+    assert kv == {f"model.layers.{i}.self_attn.{side}_scale" for i in range(2) for side in "kv"}
+    assert "model.layers.0.self_attn.qkv_proj.weight_scale" in names
+
+
+@pytest.mark.parametrize("part", ["v_proj", "up_proj"])
+def test_T04_a_scheme_inside_a_merged_layer_is_refused(llama: Path, part: str) -> None:
+    """A recipe gave one of q, k, v (or gate, up) another scheme; quantizing worked, serving did not."""
+    spec = QuantSpec(scheme="W8A8", rules=(RuleSpec(match=part, scheme="FP8_DYNAMIC"),))
+    with pytest.raises(RecipeError, match="servers merge these layers"):
+        validate_plan(build_plan(spec), load(llama).arch)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_T05_every_expert_is_quantized_and_no_router(kind: str, tmp_path: Path) -> None:
+    """Experts were left at their default scales, and routers were quantized unless a user thought of them."""
+    model = load(tiny_model(kind, tmp_path / "source"))
+    made = quantized(model, QuantSpec(scheme="FP8"))
+    experts = [name for name in made.linears if ".experts." in name]
+    assert len(experts) == 3 * model.arch.n_experts * 2
+    for name in experts:
+        linear = made.linears[name]
+        assert linear.input_scale is not None
+        for scale in (linear.weight.scale, linear.input_scale):
+            assert bool(torch.isfinite(scale).all())
+            assert not bool((scale == 1).any())
+    compressed.write(made, tmp_path / "out", torch.float32)
+    ignored = config_of(tmp_path / "out")["quantization_config"]["ignore"]
+    assert any("gate" in pattern and "gate_proj" not in pattern for pattern in ignored)
+    assert not any(router in made.linears for router in model.arch.routers())
+
+
+@pytest.mark.parametrize(("device", "served"), [("a100", True), ("h100", True), ("b200", False)])
+def test_T06_int8_is_refused_where_no_kernel_runs_it(device: str, served: bool) -> None:
+    """INT8 checkpoints failed at serving on Blackwell, after hours of calibration."""
+    found = refusals(device, QuantSpec(scheme="W8A8"))
+    assert (found == []) == served
+    assert served or "FP8_DYNAMIC" in found[0]
+
+
+def test_T07_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    """Saving untied the embeddings, or left a tied head that a loader could not find."""
+    model = load(tiny_model("qwen2", tmp_path / "source"))
+    names = written(quantized(model, QuantSpec(scheme="W8A8")), tmp_path / "out")
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] is True
+    assert not any(name.startswith("lm_head") for name in names)
+    served = transformers_model(tmp_path / "out")
+    assert served.get_output_embeddings().weight is served.get_input_embeddings().weight
+    with pytest.raises(RecipeError, match="tied to the embedding"):
+        validate_plan(build_plan(QuantSpec(scheme="W8A8", ignore=())), model.arch)
+
+
+def test_T09_second_moments_without_a_factor_do_not_end_the_job() -> None:
+    """GPTQ stopped with a Cholesky error on a layer whose inputs were nearly dependent."""
+    x_TK = torch.randn(3, 64)
+    singular_KK = x_TK.T @ x_TK
+    raised = gptq.factor(singular_KK - 1e-4 * singular_KK.diagonal().mean() * torch.eye(64), damping=1e-6)
+    assert raised is not None
+    assert raised.damping > 1e-6
+    w_NK = torch.randn(8, 64)
+    rounded = quantize_weight(w_NK, INT4, PerChannel())
+    hopeless = torch.full((64, 64), float("nan"))
+    assert gptq.factor(hopeless) is None
+    solution = gptq.solve(w_NK, rounded, singular_KK, None)
+    assert (solution.outcome, solution.weight) == ("no factor", rounded)
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """Tensors as a file gives them, one copy per look; counts the bytes that are still held."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors, self.held, self.most = tensors, 0, 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name].clone()
+        self._count(tensor.nbytes)
+        weakref.finalize(tensor.untyped_storage(), self._count, -tensor.nbytes)
+        return tensor
+
+    def _count(self, size: int) -> None:
+        self.held += size
+        self.most = max(self.most, self.held)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _streamed(model: LoadedModel, folder: Path, spec: QuantSpec) -> QuantizedModel:
+    job = Job(spec, FusionSpec(), build_plan(spec), torch.float32)
+    calibration = CalibrationSpec(data=(DataSpec(name="gutenberg"),), samples=4, length=32)
+    return stream(model, job, lambda: ROWS, Store(folder, job.key(model, calibration, 0)), QUIET)
+
+
+def test_T10_calibration_holds_one_layer_of_the_model(tmp_path: Path) -> None:
+    """Calibration ran out of memory on models that are larger than it, with an option that nobody had found."""
+    model = load(tiny_model("llama", tmp_path / "source", num_hidden_layers=12))
+    tensors = _Lazy(model.tensors)
+    _streamed(replace(model, tensors=tensors), tmp_path / "store", QuantSpec(scheme="W8A8", kv=KVSpec()))
+    assert tensors.most > 0
+    # a layer as it is stored, and once more as the engine merges it; embedding and head take no more
+    assert tensors.most < sum(tensor.nbytes for tensor in model.tensors.values()) / 3
+
+
+def test_T12_a_killed_run_goes_on_to_the_same_bytes(llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Hours of quantization were lost with the process: nothing could be resumed."""
+    model, spec = load(llama), QuantSpec(scheme="W8A8", method="gptq", smoothing=SmoothingSpec(), kv=KVSpec())
+    _streamed(model, tmp_path / "whole", spec)
+    keep, kept = Store.keep, 0
+
+    def dies(self: Store, *piece: Any) -> None:
+        nonlocal kept
+        if kept == 2:
+            raise KeyboardInterrupt
+        kept += 1
+        keep(self, *piece)
+
+    monkeypatch.setattr(Store, "keep", dies)
+    with pytest.raises(KeyboardInterrupt):
+        _streamed(model, tmp_path / "cut", spec)
+    monkeypatch.setattr(Store, "keep", keep)
+    _streamed(model, tmp_path / "cut", spec)
+    want, got = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("whole", "cut"))
+    assert got == want
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3", "mixtral"])
+def test_T13_smoothing_knows_what_each_norm_feeds(kind: str, tmp_path: Path) -> None:
+    """A mapping from norms to layers was missing or guessed, and the model computed something else."""
+    model = load(tiny_model(kind, tmp_path / "source"))
+    spec = QuantSpec(scheme="W8A8", smoothing=SmoothingSpec(strength=0.5))
+    smoothed, _, rewrites = transform(model, calibrate(model, ROWS), spec, FusionSpec(), build_plan(spec))
+    assert rewrites.strengths
+    before, after = (logits(Decoder.from_float(m)) for m in (model, smoothed))
+    assert not torch.equal(before, after)  # something was moved
+    assert distance(after, before) < 1e-4  # float32 rounding through two layers
+
+
+def test_T13_an_unknown_architecture_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
+    """See above: what is not known is not guessed."""
+    config = config_of(llama) | {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match="mamba"):
+        load_model(recipe_source(tmp_path))
+
+
+def recipe_source(folder: Path) -> Any:
+    return Recipe.model_validate({"name": "t", "target": {"model": str(folder)}, "draft": {"kind": "ngram"}}).target
+
+
+def test_T15_recipes_are_plain_yaml() -> None:
+    """A saved recipe held `!!python/tuple`, which neither safe_load nor the tool that wrote it could read."""
+    made = a_recipe(
+        "h100", {"scheme": "W8A8", "smoothing": {}, "kv": FP8_KV, "rules": [{"match": "o_proj", "scheme": "none"}]}
+    )
+    text = made.dump()
+    assert "!!" not in text
+    assert Recipe.model_validate(yaml.safe_load(text)) == made
+
+
+def test_T16_kv_scales_left_at_one_are_not_exported(
+    made: tuple[QuantizedModel, QuantizedModel], tmp_path: Path
+) -> None:
+    """Every exported KV scale was 1.0, although calibration had been asked for."""
+    target, draft = made
+    ones = {name: torch.ones_like(scale) for name, scale in target.k_scale.items()}
+    with pytest.raises(IntegrityError, match=r"all 1\.0"):
+        package(replace(target, k_scale=ones), draft, recipe(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_T17_cast_or_calibrated_kv_by_measured_divergence(llama: Path) -> None:
+    """Calibrated KV scales were worse than scales of 1.0, and there was no way to choose by measurement."""
+    kv = KVScheme(FP8_E4M3, "tensor", "auto")
+    errors = [
+        LayerError(f"model.layers.{i}", e, ())
+        for i, e in enumerate(({"calibrated": 0.2, "cast": 0.1}, {"calibrated": 0.1, "cast": 0.2}))
+    ]
+    assert decide(kv, errors)[0].cast_layers == (0,)
+    model = load(llama)
+    plan, notes = choose_kv(model, build_plan(QuantSpec(scheme="none", kv=KVSpec(scales="auto"))), ROWS)
+    assert plan.kv is not None
+    assert not plan.kv.open
+    assert any("KL in nats" in note for note in notes)
+
+
+def test_T18_an_expert_that_calibration_never_reached_still_works(tmp_path: Path) -> None:
+    """Experts that no calibration token was routed to got zero scales, and the model returned NaN."""
+    model = load(tiny_model("mixtral", tmp_path / "source"))
+    stats = calibrate(model, ROWS)
+    missing = [name for name in stats.amax_K if ".experts.1." in name and "layers.0" in name]
+    assert missing
+    blind = replace(stats, amax_K={n: t for n, t in stats.amax_K.items() if n not in missing})
+    made = quantize(model, blind, build_plan(QuantSpec(scheme="FP8")))
+    for name in missing:
+        scale = made.linears[name].input_scale
+        assert scale is not None
+        assert scale >= SCALE_FLOOR
+        assert scale < 1  # the range of other experts, not that of the format
+    assert any("layers.0: 1 of 4 experts saw no calibration token" in note for note in made.notes)
+    assert bool(torch.isfinite(logits(Decoder.from_quantized(made))).all())
+
+
+def test_T19_static_scales_without_data_are_an_error(llama: Path) -> None:
+    """Static FP8 without a calibration run was exported without activation scales, silently."""
+    with pytest.raises(RecipeError, match="need calibration data"):
+        quantize(load(llama), None, build_plan(QuantSpec(scheme="FP8")))
+
+
+def test_T24_scales_have_a_floor_and_no_nan(llama: Path, tmp_path: Path) -> None:
+    """Scales of 1e-23 and zero rows became NaN in serving kernels."""
+    model = load(llama)
+    name = "model.layers.0.mlp.up_proj"
+    zeros = model.tensors | {f"{name}.weight": torch.zeros_like(model.tensors[f"{name}.weight"])}  # type: ignore[operator]
+    made = quantized(replace(model, tensors=zeros), QuantSpec(scheme="FP8_DYNAMIC"))
+    assert bool((made.linears[name].weight.scale == SCALE_FLOOR).all())
+    assert bool(torch.isfinite(logits(Decoder.from_quantized(made))).all())
+    for value in (1e-23, float("nan"), 0.0):
+        weight = made.linears[name].weight
+        bad = replace(made.linears[name], weight=replace(weight, scale=torch.full_like(weight.scale, value)))
+        broken = replace(made, linears={**made.linears, name: bad})
+        with pytest.raises(OutputError, match=name):
+            lint(broken)
+        with pytest.raises(OutputError, match=name):
+            compressed.write(broken, tmp_path, torch.float32)
+
+
+def test_T31_the_verifier_is_always_named_aloud(made: tuple[QuantizedModel, QuantizedModel], tmp_path: Path) -> None:
+    """A checkpoint that names its verifier inside could not be served with a local one."""
+    manifest = read_manifest(package(*made, recipe(), tmp_path))
+    command = str(manifest.speculation["vllm_command"])
+    model, _, config = command.partition(" --speculative-config ")
+    assert model.split()[:3] == ["vllm", "serve", "pair/target"]
+    assert json.loads(config.strip("'"))["model"] == "pair/draft"
+
+
+def test_T32_speculators_that_nobody_serves_are_refused_with_alternatives() -> None:
+    """Medusa and MLP speculators were trained and quantized, and vLLM had dropped them."""
+    planned = a_recipe("h100", {}, {"kind": "mlp_speculator", "model": "org/speculator"})
+    with pytest.raises(RecipeError, match=r"kind: model .*self.*ngram"):
+        refuse_unbuilt(planned)
+    assert vllm_speculative_config(planned) is None
+    assert [s.served for s in exports(planned, read_device("h100")) if s.part == "draft"] == [False, False]
+
+
+def test_T34_the_draft_is_quantized_on_disk(made: tuple[QuantizedModel, QuantizedModel], tmp_path: Path) -> None:
+    """Quantization asked for at serving did not reach the draft, which stayed three times as large."""
+    pair = package(*made, recipe(), tmp_path)
+    config = read_manifest(pair).vllm_speculative_config
+    assert config is not None
+    assert config["quantization"] == "compressed-tensors"
+    assert "model.layers.0.mlp.up_proj.weight_packed" in read_tensors(pair / "draft")
+
+
+def test_T35_draft_targets_match_under_both_prefixes(llama: Path, tmp_path: Path) -> None:
+    """vLLM loads a draft below `draft_model.`, where ignore lists anchored at `model.` match nothing."""
+    from compressed_tensors.utils.match import match_name
+
+    written(quantized(load(llama), QuantSpec(scheme="W4A16", group_size=32)), tmp_path)
+    config = config_of(tmp_path)["quantization_config"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    for prefix in ("", "draft_model."):
+        assert any(match_name(f"{prefix}lm_head", pattern) for pattern in config["ignore"])
+        assert not any(match_name(f"{prefix}model.layers.0.mlp.up_proj", pattern) for pattern in config["ignore"])
+
+
+def test_T37_padded_vocabularies_are_levelled_and_others_refused(llama: Path, tmp_path: Path) -> None:
+    """Halves of one family are padded to different sizes (151936, 152064) and were refused, or worse, accepted."""
+    draft = load(llama)
+    wide = match_rows(draft, 320)
+    assert wide.arch.vocab_size == wide.config["vocab_size"] == 320
+    for table in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(wide.tensors[table][:300], draft.tensors[table])
+        assert wide.tensors[table].shape[0] == 320
+    save_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8").replace('"<|user|>"', '"<|human|>"'), encoding="utf-8")
+    from qspec.bridges.hf import load_tokenizer
+
+    with pytest.raises(PairError, match="share one tokenizer"):
+        check_tokenizers(draft.tokenizer, load_tokenizer(tmp_path))
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "none"])
+def test_T38_the_draft_says_its_own_quantization(
+    made: tuple[QuantizedModel, QuantizedModel], scheme: str, llama: Path, tmp_path: Path
+) -> None:
+    """A draft without a quantization of its own inherited the target's, and no draft token was accepted."""
+    target, draft = made
+    kind: dict[str, Any] = {"kind": "self", "layers": 1, "quantization": {"scheme": scheme, "group_size": 32}}
+    told = Recipe.model_validate(recipe().as_dict() | {"draft": kind})
+    if scheme == "none":
+        draft = replace(draft, linears={}, plan=QuantPlan(None), k_scale={}, v_scale={}, tensors=_floats(draft))
+    pair = package(target, draft, told, tmp_path)
+    config = read_manifest(pair).vllm_speculative_config
+    assert config is not None
+    own = config_of(pair / "draft").get("quantization_config")
+    assert ("quantization" in config) == (own is not None) == (scheme != "none")
+    if own is not None:
+        weights = [
+            c["config_groups"]["group_0"]["weights"]["num_bits"]
+            for c in (own, config_of(pair / "target")["quantization_config"])
+        ]
+        assert weights == [4, 8]
+
+
+def _floats(model: QuantizedModel) -> dict[str, Tensor]:
+    """The tensors of a quantized model with its layers in float."""
+    return dict(model.tensors) | {f"{n}.weight": linear.weight.dequantize() for n, linear in model.linears.items()}
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("h100", "fp8"), ("l40s", "auto")])
+def test_T39_the_draft_says_its_kv_dtype(device: str, dtype: str) -> None:
+    """The draft took the target's KV dtype: a mismatch aborted, and FP8 crashed on Ada."""
+    quantization = {"scheme": "FP8_DYNAMIC", "kv": FP8_KV}
+    config = vllm_speculative_config(a_recipe(device, quantization, {"kind": "self", "quantization": quantization}))
+    assert config is not None
+    assert config["kv_cache_dtype"] == dtype
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+def test_T40_stored_kv_scales_reach_the_attention_kernel(llama: Path, granularity: str) -> None:
+    """Scales were in the checkpoint and never reached the kernel: the output was garbage."""
+    model = load(llama)
+    made = quantized(model, QuantSpec(scheme="none", kv=KVSpec.model_validate({"granularity": granularity})))
+    plain, fp8 = logits(Decoder.from_float(model)), logits(Decoder.from_quantized(made))
+    kl = float(kl_divergence(plain, fp8).mean())
+    assert 0 < kl < 2e-3  # E4M3 keeps 4 bits: a few per cent of the values of two layers
+    clipped = replace(made, k_scale={name: scale / 8 for name, scale in made.k_scale.items()})
+    assert not torch.equal(logits(Decoder.from_quantized(clipped)), fp8)
+
+
+def test_T42_key_biases_are_found_and_their_layers_kept(tmp_path: Path) -> None:
+    """Biases of a few key channels (Qwen2) took the whole FP8 range, and the model talked nonsense."""
+    model = load(tiny_model("qwen2", tmp_path / "source", tie_word_embeddings=False, num_hidden_layers=4))
+    layer, changed = "model.layers.1.self_attn", dict(model.tensors)
+    for name in ("q_proj.weight", "q_proj.bias"):  # no query reads the channels that the bias reaches by rotation
+        heads = changed[f"{layer}.{name}"].clone().unflatten(0, (4, 16))
+        heads[:, [3, 11]] = 0
+        changed[f"{layer}.{name}"] = heads.flatten(0, 1)
+    changed[f"{layer}.k_proj.bias"] = changed[f"{layer}.k_proj.bias"].clone().index_fill(0, torch.tensor([3]), 1e6)
+    model = replace(model, tensors=changed)
+    stats = calibrate(model, ROWS)
+    plan = build_plan(QuantSpec(scheme="none", kv=KVSpec()))
+    (note,) = key_biases(model, plan.kv, stats)
+    assert "layer 1 (channels 3)" in note
+    chosen, _ = choose_kv(model, build_plan(QuantSpec(scheme="none", kv=KVSpec(skip_layers="auto"))), ROWS, stats)
+    assert chosen.kv is not None
+    assert chosen.kv.skip_layers == (1,)
+    command = vllm_command(a_recipe("h100", {"kv": FP8_KV}), kv=chosen.kv)
+    assert "--kv-cache-dtype-skip-layers 1" in command
+
+
+def test_T44_e5m2_kv_is_off_by_default_and_refused_on_gpus() -> None:
+    """fp8_e5m2 KV corrupted output, and was refused beside FP8 checkpoints."""
+    assert KVSpec().format == "fp8_e4m3"
+    spec = QuantSpec.model_validate({"scheme": "FP8_DYNAMIC", "kv": {"format": "fp8_e5m2"}})
+    (refused,) = refusals("h100", spec)
+    assert "E5M2" in refused
+    command = vllm_command(a_recipe("h100", {"kv": {"format": "fp8_e5m2"}}))
+    assert "--kv-cache-dtype auto" in command
+
+
+def test_T48_no_block_fp8_on_ada() -> None:
+    """Block FP8 ran on Ada without a kernel of its own, slower than 16-bit weights."""
+    (refused,) = refusals("l40s", QuantSpec(scheme="FP8_BLOCK"))
+    assert "FP8_DYNAMIC" in refused
+    assert refusals("l40s", QuantSpec(scheme="FP8_DYNAMIC")) == []
+    assert refusals("h100", QuantSpec(scheme="FP8_BLOCK")) == []
+
+
+def test_T52_merged_shards_have_one_scale_from_the_start(llama: Path) -> None:
+    """Servers requantized merged layers to the largest of their per-tensor scales, at a cost in quality."""
+    model = load(llama)
+    made = quantized(model, QuantSpec(scheme="FP8"))
+    assert made.fusion.merged
+    for group in made.fusion.merged:
+        scales = [made.linears[name].weight.scale for name in group]
+        assert all(torch.equal(scale, scales[0]) for scale in scales)
+        assert len({float(scale) for name in group if (scale := made.linears[name].input_scale) is not None}) == 1
+        for name in group:  # what the server would do changes no code
+            weight = made.linears[name].weight
+            again = quantize_matrix(weight.dequantize(), torch.stack(scales).amax(0), None, FP8_E4M3, PerTensor())
+            assert torch.equal(again.codes.float(), weight.codes.float())
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "W8A8"])
+def test_T55_checkpoints_load_elsewhere_with_their_scales(llama: Path, scheme: str, tmp_path: Path) -> None:
+    """FP8 checkpoints with status `frozen` loaded without their scales, and nothing said so."""
+    made = quantized(load(llama), QuantSpec.model_validate({"scheme": scheme}))
+    compressed.write(made, tmp_path, torch.float32)
+    assert config_of(tmp_path)["quantization_config"]["quantization_status"] == "compressed"
+    with torch.no_grad():
+        served = transformers_model(tmp_path)(IDS[None]).logits[0]
+    assert distance(served, reference_logits(llama, made)) < 1e-5  # float32 rounding
+
+
+@pytest.mark.parametrize(("device", "optimized"), [("h100", True), ("l40s", True), ("a100", False), ("cpu", False)])
+def test_T56_the_fp8_kernels_of_transformers_are_asked_for(device: str, optimized: bool) -> None:
+    """transformers decompresses FP8 weights unless its kernel path is asked for."""
+    told = a_recipe(device, {"scheme": "FP8_DYNAMIC" if device != "a100" else "W8A8"})
+    snippet = transformers_snippet(told, read_device(device).capability)
+    assert ("use_optimized_inference=True" in snippet) == optimized
+
+
+def test_T60_no_quantized_cache_of_transformers_is_relied_on() -> None:
+    """transformers' quantized caches broke with the version of the library behind them."""
+    told = a_recipe("h100", {"kv": FP8_KV})
+    snippet = transformers_snippet(told, 90)
+    assert "cache" not in snippet
+    (line,) = (s for s in exports(told, read_device("h100")) if (s.runtime, s.part) == ("transformers", "kv"))
+    assert not line.served
+    assert "not applied" in line.detail
