@@ -23,19 +23,23 @@ from qspec.schema.results import Accuracy, Record, Results, Speed
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.types import Drafter
+from qspec.stages.allocate import allocate_plan
 from qspec.stages.bench import Arm, bench
 from qspec.stages.build_plan import build_plan, validate_plan
 from qspec.stages.check import check, check_tokenizers, read_manifest
 from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
+from qspec.stages.kv_choice import choose_kv
 from qspec.stages.load import load, resolve_arch
 from qspec.stages.open_pair import LoadedPair, compute_dtype, open_pair
 from qspec.stages.package import package, seal, source_dtype, stored_dtype
 from qspec.stages.pad import match_rows
 from qspec.stages.planned import PlannedPair
+from qspec.stages.prepare import prepare, prepared_arch
 from qspec.stages.preview import admit
 from qspec.stages.rehearse import rehearse
 from qspec.stages.report import report
+from qspec.stages.sensitivity import kept_scores
 from qspec.stages.store import Store
 from qspec.stages.stream import Job, stream
 from qspec.stages.transform import truncate_layers
@@ -144,14 +148,24 @@ class Calibration:
 def quantize_model(
     model: LoadedModel, spec: QuantSpec, fusion: FusionSpec, text: Calibration, work: Path, dtype: torch.dtype
 ) -> QuantizedModel:
-    """One model under one plan: calibrate, transform, quantize, fuse.
+    """One model under one plan: rotate, decide what needs the whole model, then piece by piece; fuse.
 
     `work` keeps the finished layers, for a run that is killed; `dtype` is of what is not quantized.
     """
     plan = build_plan(spec)
     if spec.engine == "llmcompressor":
         return fuse(oneshot.quantize(model, spec, plan, text.rows, work))
-    job = Job(spec, fusion, plan, dtype)
+    model, notes = prepare(model, spec, text.seed)
+    if spec.mixed is not None:
+        scores = kept_scores(
+            work / "sensitivity.json", model, text.rows, spec, dtype.itemsize, text.seed, text.progress
+        )
+        plan, said = allocate_plan(scores, spec, plan, model.arch)
+        notes += said
+    if plan.kv is not None and plan.kv.open:
+        plan, chosen = choose_kv(model, plan, text.rows, progress=text.progress)
+        notes += chosen
+    job = Job(spec, fusion, plan, dtype, tuple(notes))
     store = Store(work / "pieces", job.key(model, text.spec, text.seed))
     return fuse(stream(model, job, lambda: text.rows, store, text.progress))
 
@@ -182,7 +196,7 @@ def quantize_checkpoint(
     Memory holds one layer at a time. A call that was killed goes on where it stopped when it is made again.
     """
     out, progress = Path(out), progress or Progress()
-    validate_plan(build_plan(model.quantization), resolve_arch(model))
+    validate_plan(build_plan(model.quantization), prepared_arch(resolve_arch(model), model.quantization))
     if out.exists():
         raise OutputError(str(out), "exists already", "choose another folder")
     loaded = load(model)

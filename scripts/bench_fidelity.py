@@ -134,8 +134,8 @@ class Bench:
             raise QspecError(arm.name, f"exports another format than {first}", "compare it in a contest of its own")
         with TemporaryDirectory(dir=WORK) as work:
             quantized = quantize_model(self.model, spec, FusionSpec(), self.text, Path(work), torch.float32)
-        settings = spec.model_dump(mode="json", exclude_defaults=True)
-        return Decoder.from_quantized(quantized, max_length=self.subject.length), settings, list(quantized.notes)
+            decoder = Decoder.from_quantized(quantized, max_length=self.subject.length)  # while its files are there
+        return decoder, spec.model_dump(mode="json", exclude_defaults=True), list(quantized.notes)
 
     def references(self, rows: list[list[int]]) -> Iterator[Tensor]:
         """The original's predictions of each window, computed once."""

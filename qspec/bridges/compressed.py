@@ -28,6 +28,7 @@ from qspec.numerics.packing import pack_int4, unpack_int4
 from qspec.plan import KVScheme, LayerScheme, QuantPlan
 from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel, layer_number
 
+_UNTIE = "add lm_head to ignore, or set untie_head: true (the head is then stored beside the embedding)"
 _KV = ("k_scale", "v_scale", "q_scale")
 _OUTLIERS = ("weight_outlier_indptr", "weight_outlier_indices", "weight_outlier_values")
 _CODES = ("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "input_scale", "bias")
@@ -128,7 +129,7 @@ def quantization_config(model: QuantizedModel) -> dict[str, Any] | None:
 def refuse_tied_head(arch: ArchMap, layers: Container[str]) -> None:
     """A head that shares its weight with the embedding cannot be stored as codes."""
     if arch.tied and "lm_head" in layers:
-        raise RecipeError("lm_head", "is tied to the embedding and cannot be quantized alone", "add lm_head to ignore")
+        raise RecipeError("lm_head", "is tied to the embedding and cannot be quantized alone", _UNTIE)
 
 
 def lint_scale(name: str, scale: Tensor) -> None:

@@ -91,9 +91,7 @@ class Decoder:
         length, scheme = max_length or model.arch.max_positions, model.plan.kv
         cache: KVCache = FloatKVCache(model.arch, length, dtype)
         if scheme is not None:
-            cache = QuantizedKVCache(
-                model.arch, length, dtype, scheme, model.k_scale, model.v_scale, model.q_scale
-            )
+            cache = QuantizedKVCache(model.arch, length, dtype, scheme, model.k_scale, model.v_scale, model.q_scale)
         return cls(model.arch, model.tensors, model.linears, cache, dtype, kernels)
 
     def _own_head(self, weights: "_Weights", linears: Mapping[str, QLinear]) -> Linear:

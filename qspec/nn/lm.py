@@ -1,8 +1,11 @@
-"""The one interface between models and the speculative engine."""
+"""The one interface between models and the speculative engine, and what a model may offer beyond it."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, Self, runtime_checkable
 
 from torch import Tensor
+
+from qspec.numerics.trees import Parents
 
 
 class LM(Protocol):
@@ -27,3 +30,32 @@ class LM(Protocol):
 
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on (roll-back of rejected drafts)."""
+
+
+@runtime_checkable
+class TreeLM(LM, Protocol):
+    """One that reads several continuations at once, as a tree of K nodes at the end of its cache."""
+
+    def forward_tree(self, tokens_T: Tensor, parents_K: Parents) -> Tensor:
+        """Float32 logits `[T, V]` behind the last T nodes of a tree; earlier nodes are those of the calls before.
+
+        A node sees the cache and its own ancestors, and stands at `length` + its depth. `length` does not grow: nodes
+        wait behind it for `keep`, and any other call forgets them. All K need room in the cache.
+        """
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Append the nodes of `path`, each the parent of the next, and forget the others."""
+
+
+@runtime_checkable
+class BatchLM(TreeLM, Protocol):
+    """One whose weights serve several sequences in one pass."""
+
+    def fork(self) -> Self:
+        """Another, empty sequence on the same weights."""
+
+    @classmethod
+    def forward_many(
+        cls, sequences: Sequence[Self], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
+    ) -> list[Tensor]:
+        """`forward` of each sequence, or `forward_tree` where parents are given, as each would give it alone."""

@@ -102,7 +102,7 @@ def divergence(counts_N: Tensor, amax: float, fmt: NumFormat, edge: int) -> floa
     width = amax / len(counts_N)
     centres_1E = ((torch.arange(edge) + 0.5) * width)[None]
     scale = symmetric_scale(torch.tensor([[edge * width]]), fmt)
-    _, code_E = quantize_blocks(centres_1E, scale, None, fmt)[0].float().unique(return_inverse=True)
+    _, code_E = quantize_blocks(centres_1E, scale, None, fmt)[0].float().unique_consecutive(return_inverse=True)
     held_E = (kept_E > 0).double()
     zeros_C = torch.zeros(int(code_E.max()) + 1, dtype=torch.float64)
     mean_C = zeros_C.index_add(0, code_E, kept_E) / zeros_C.index_add(0, code_E, held_E).clamp_min(1)

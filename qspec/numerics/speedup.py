@@ -5,26 +5,38 @@ arithmetic operations; verify cost: seconds of a target pass over gamma + 1 rows
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 
 from qspec.numerics.fidelity import wilson_interval
 
+Rate = float | Sequence[float]
+"""Acceptance rate of every draft token, or of the token at each position whose predecessors stood (the last goes on)."""
 
-def expected_tokens(alpha: float, gamma: int) -> float:
+
+def expected_tokens(alpha: Rate, gamma: int) -> float:
     """Tokens per target pass, `(1 - alpha^(gamma+1)) / (1 - alpha)` (eq. 1); as a sum, exact at alpha = 1 too."""
-    return sum(alpha**i for i in range(gamma + 1))
+    return sum(survival(alpha, gamma))
 
 
-def walltime_speedup(alpha: float, gamma: int, c: float, verify_cost: float = 1.0) -> float:
+def survival(alpha: Rate, gamma: int) -> list[float]:
+    """Chances that a draft stands up to each of its positions 0 … gamma (position 0: always)."""
+    if isinstance(alpha, int | float):
+        return [alpha**i for i in range(gamma + 1)]
+    return list(accumulate((alpha[min(i, len(alpha) - 1)] for i in range(gamma)), mul, initial=1.0))
+
+
+def walltime_speedup(alpha: Rate, gamma: int, c: float, verify_cost: float = 1.0) -> float:
     """Speed against plain decoding (theorem 3.8); `verify_cost` 1 is the paper's assumption."""
     return expected_tokens(alpha, gamma) / (gamma * c + verify_cost)
 
 
-def operations(alpha: float, gamma: int, c_hat: float) -> float:
+def operations(alpha: Rate, gamma: int, c_hat: float) -> float:
     """Arithmetic operations per token against plain decoding (theorem 3.11)."""
     return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
 
 
-def optimal_gamma(alpha: float, c: float, max_gamma: int, verify_cost: Callable[[int], float] | None = None) -> int:
+def optimal_gamma(alpha: Rate, c: float, max_gamma: int, verify_cost: Callable[[int], float] | None = None) -> int:
     """Draft length of the largest walltime speedup, the shortest of equals; 0: plain decoding is fastest.
 
     `verify_cost` takes the number of rows (gamma + 1); None: every pass costs 1.

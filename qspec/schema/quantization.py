@@ -178,6 +178,7 @@ class QuantSpec(Strict):
         default="e4m3", description="adaptive: E4M3 or E5M2 per tensor, by measured output error"
     )
     mixed: MixedSpec | None = None
+    untie_head: bool = Field(default=False, description="give a tied head a matrix of its own, to quantize it")
     rules: tuple[RuleSpec, ...] = ()
     ignore: tuple[Pattern, ...] = ("lm_head",)
     kv: KVSpec | None = None
@@ -196,6 +197,8 @@ class QuantSpec(Strict):
             raise ValueError("smoothing belongs to engine qspec; with llmcompressor set method: smoothquant+gptq")
         if self.engine == "llmcompressor" and self.rotation is not None:
             raise ValueError("rotation belongs to engine qspec; set engine: qspec, or leave rotation out")
+        if self.engine == "llmcompressor" and self.untie_head:
+            raise ValueError("untie_head belongs to engine qspec; set engine: qspec, or leave it out")
         if self.engine == "llmcompressor" and self.mixed is not None:
             raise ValueError("mixed belongs to engine qspec; set engine: qspec, or leave mixed out")
         if self.engine == "llmcompressor" and self.scheme == "none":

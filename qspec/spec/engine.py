@@ -41,11 +41,13 @@ def generate(
     eos_ids: Collection[int],
     generator: torch.Generator,
     on_tokens: Callable[[list[int]], None] | None = None,
+    domain: str = "",
 ) -> Generation:
     """Continue `prompt` with exactly the law of `target`; the drafter changes the speed only.
 
     drafter: None decodes plainly. policy: None is the heuristic from 5. generator: source of all randomness, unused if
-    greedy. on_tokens: called with the tokens of each step as they are committed.
+    greedy. on_tokens: called with the tokens of each step as they are committed. domain: the request's kind, for
+    policies that remember kinds.
     Times are wall-clock: on an asynchronous device a part is charged where the host waits for it.
     Raises `RecipeError` for a prompt that is empty or longer than the target's cache.
     """
@@ -53,9 +55,9 @@ def generate(
     if max_new_tokens < 1:
         return Generation([])
     policy = policy or Heuristic()
-    for part in (drafter, policy):
-        if part is not None:
-            part.reset()
+    policy.reset(domain)
+    if drafter is not None:
+        drafter.reset()
     emit = on_tokens or (lambda _: None)
     start = perf_counter()
     run = _Run(target, sampling, eos_ids, generator, list(prompt), len(prompt) + max_new_tokens)
@@ -64,9 +66,9 @@ def generate(
     steps: list[StepRecord] = []
     while (stopped := run.stopped()) is None:
         begin = perf_counter()
-        proposal = run.draft(drafter, min(policy.next(), run.room()))
+        proposal = run.draft(drafter, min(policy.next(), run.room()), policy)
         drafted, tokens, t_verify = run.step(proposal)
-        policy.update(drafted, len(tokens) - 1)
+        policy.update(drafted, len(tokens) - 1, proposal.seconds, t_verify)
         emit(tokens)
         t_other = perf_counter() - begin - proposal.seconds - t_verify
         steps.append(StepRecord(drafted, len(tokens) - 1, proposal.seconds, t_verify, t_other))
@@ -90,10 +92,10 @@ class _Run:
         logits_1V = self.target.forward(torch.tensor(self.context), last=1)
         return self._commit([self._verify(NOTHING, logits_1V).next_token])
 
-    def draft(self, drafter: Drafter | None, k: int) -> Proposal:
+    def draft(self, drafter: Drafter | None, k: int, policy: DraftLength) -> Proposal:
         if drafter is None or k < 1:
             return NOTHING
-        proposal = drafter.propose(self.context, k, self.sampling, self.generator)
+        proposal = drafter.propose(self.context, k, self.sampling, self.generator, policy.judge())
         assert len(proposal.tokens_K) <= k, "a drafter proposed more than it was asked for"
         return proposal
 
@@ -103,9 +105,9 @@ class _Run:
         begin = perf_counter()
         verdict = self._verify(proposal, self.target.forward(torch.tensor([self.context[-1], *draft])))
         t_verify = perf_counter() - begin
-        tokens = self._until_eos([*draft[: verdict.accepted], verdict.next_token])
+        tokens = self._until_eos([*draft[: len(verdict.accepted)], verdict.next_token])
         self.target.truncate(length + len(tokens))
-        cut = len(tokens) <= verdict.accepted
+        cut = len(tokens) <= len(verdict.accepted)
         return (len(tokens) - 1 if cut else len(draft)), self._commit(tokens), t_verify
 
     def room(self) -> int:
@@ -128,7 +130,7 @@ class _Run:
             q_KV = None if proposal.probs_KV is None else proposal.probs_KV.to(p_K1V.device)
             uniforms_K1 = draw_uniforms(len(p_K1V), self.generator).to(p_K1V.device)
             accepted, token = verify_sampling(tokens_K, q_KV, p_K1V, uniforms_K1)
-        return Verdict(accepted, token, "bonus" if accepted == len(tokens_K) else "recovered")
+        return Verdict(tuple(range(accepted)), token, "bonus" if accepted == len(tokens_K) else "recovered")
 
     def _until_eos(self, tokens: list[int]) -> list[int]:
         stop = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))

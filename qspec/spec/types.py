@@ -1,5 +1,6 @@
 """What drafters, verification and the engine say to each other."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 import math
 from typing import Literal, Protocol
@@ -46,24 +47,45 @@ def draw_uniforms(n: int, generator: torch.Generator) -> Tensor:
 class Proposal:
     """Draft tokens `[K]` (K may be 0) and the laws they were drawn from, `[K, V]`, or None: one-hot (certain).
 
-    V is the target's vocabulary; `seconds` is what drafting took.
+    parents_K: the node before each token, -1 for the newest committed one, parents first; None is a chain. The law of
+    a node is that of its draw *given* its earlier siblings: the same again for draws with replacement, without the
+    earlier ones and normalised for draws without (`numerics.verify.without_replacement`). Nodes that were chosen and
+    not drawn (the likeliest ones, say) are certain. V is the target's vocabulary; `seconds` is what drafting took.
     """
 
     tokens_K: Tensor
     probs_KV: Tensor | None
     seconds: float = 0.0
+    parents_K: tuple[int, ...] | None = None
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """`parents_K`, spelled out for a chain."""
+        return tuple(range(-1, len(self.tokens_K) - 1)) if self.parents_K is None else self.parents_K
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no token has a sibling and none is left out."""
+        return self.parents_K is None or self.parents_K == tuple(range(-1, len(self.parents_K) - 1))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one verification: how many leading draft tokens stand, and the target's own next token.
+    """Outcome of one verification: the draft nodes that stand, in order, and the target's own next token.
 
-    `bonus`: every draft token stood; `recovered`: the next token replaces the first that did not.
+    `bonus`: they reach the draft's end; `recovered`: the next token replaces the drafts that did not stand.
     """
 
-    accepted: int
+    accepted: tuple[int, ...]
     next_token: int
     kind: Literal["bonus", "recovered"]
+
+
+More = Callable[[float], bool]
+"""Told the probability that a draft gives its newest token; says whether to draft another one behind it.
+
+The token itself stays in the proposal: leaving it out for what it is would bias the output law.
+"""
 
 
 class Drafter(Protocol):
@@ -72,8 +94,18 @@ class Drafter(Protocol):
     Between two `reset`s the context only grows.
     """
 
-    def propose(self, context: list[int], k: int, sampling: Sampling, generator: torch.Generator) -> Proposal:
-        """At most `k` tokens that may follow `context`."""
+    def propose(
+        self,
+        context: list[int],
+        k: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        more: More | None = None,
+    ) -> Proposal:
+        """Tokens that may follow `context`: a chain of at most `k`, or a tree at most `k` deep.
+
+        A drafter that knows probabilities asks `more` behind every token (of a chain); others leave it alone.
+        """
 
     def reset(self) -> None:
         """Forget the sequence (a new request starts)."""
@@ -83,13 +115,16 @@ class DraftLength(Protocol):
     """Policy for how many tokens to draft next."""
 
     def next(self) -> int:
-        """Draft length of the coming step (0 = decode plainly)."""
+        """Most draft tokens of the coming step (0 = decode plainly)."""
 
-    def update(self, drafted: int, accepted: int) -> None:
-        """Learn from a verified step."""
+    def judge(self) -> More | None:
+        """What the drafter of that step asks whether to go on; None where confidence does not matter."""
 
-    def reset(self) -> None:
-        """A new request starts."""
+    def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
+        """Learn from a verified step and its seconds."""
+
+    def reset(self, domain: str = "") -> None:
+        """A new request starts; `domain` names its kind, for policies that remember kinds."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +132,8 @@ class StepRecord:
     """Accounting of one step: counts, and seconds spent drafting, verifying, and on everything else.
 
     Every step commits `accepted` + 1 tokens. A stop token inside the accepted run counts as the step's own next token,
-    and what was drafted from there on is not counted.
+    and what was drafted from there on is not counted. Of a tree, `drafted` is the depth that was open to be accepted:
+    its own, or that of a branch that stood up to its end. `nodes`: every drafted token, stop token or not.
     """
 
     drafted: int
@@ -105,6 +141,7 @@ class StepRecord:
     t_draft: float
     t_verify: float
     t_other: float
+    nodes: int = 0
 
 
 Stop = Literal["length", "eos", "context"]

@@ -21,7 +21,7 @@ from qspec.stages.duration import HalfCost, Step, steps
 from qspec.stages.footprint import Footprint, footprint, kv_window_bytes, mlp_footprint
 from qspec.stages.forecast import CONTEXT, Duo, rates
 from qspec.stages.load import resolve_arch
-from qspec.stages.rotate import rotated_arch
+from qspec.stages.prepare import prepared_arch
 from qspec.stages.units import candidate_schemes
 
 USABLE = 0.9
@@ -167,7 +167,7 @@ def resolve(recipe: Recipe) -> PlannedPair:
 
 def _half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: int) -> PlannedHalf:
     plan, original = build_plan(spec), arch
-    arch = rotated_arch(arch, spec.rotation)
+    arch = prepared_arch(arch, spec)
     if spec.mixed is not None:
         plan = assumed_plan(spec, plan, arch, stored)
     schemes = resolve_plan(plan, arch)

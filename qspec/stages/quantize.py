@@ -149,8 +149,7 @@ def static_input_scale(
     """`[1]`, shared by the layers of `unit`; None for dynamic and for no activation quantization."""
     if scheme is None or scheme.dynamic or stats is None:
         return None
-    ranges = [_input_amax(layer, scheme, stats) for layer in unit]
-    amax = torch.stack(ranges).amax(0)
+    amax = _input_amax(unit, scheme, stats)
     if not bool(amax > 0):
         block, expert, _ = unit[0].partition(".experts.")
         seen = {name: amax_K for name, amax_K in stats.amax_K.items() if name.startswith(block)}
@@ -176,12 +175,11 @@ def unseen_experts(arch: ArchMap, schemes: Container[str], stats: LayerStats | N
     return found
 
 
-def _input_amax(layer: str, scheme: TensorScheme, stats: LayerStats) -> Tensor:
-    """Range of a layer's input, `[1]`; 0 when calibration never saw it."""
-    if layer not in stats.amax_K:
-        return torch.zeros(1)
-    amax = tensor_amax(stats.amax_K[layer])
-    sample = stats.inputs_TK.get(layer)
+def _input_amax(unit: Sequence[str], scheme: TensorScheme, stats: LayerStats) -> Tensor:
+    """Range of the input that all of `unit` read, `[1]`; 0 when calibration never saw it."""
+    known = [tensor_amax(stats.amax_K[layer]) for layer in unit if layer in stats.amax_K]
+    amax = torch.stack(known).amax(0) if known else torch.zeros(1)
+    sample = next((stats.inputs_TK[layer] for layer in unit if layer in stats.inputs_TK), None)
     if scheme.clip.method == "absmax" or sample is None or not sample.numel():
         return amax
     _, hi = clipped_range(sample.reshape(1, -1).float(), scheme.fmt, scheme.clip, True)

@@ -142,22 +142,24 @@ def _choices(
         factors = [gptq.factor(seen.moments_KK, damping) for damping in DAMPINGS]
         for layer in layers:
             weight = piece.lm_head() if layer == "lm_head" else piece.tensors[f"{layer}.weight"]
-            yield layer, *_best(layer, weight.float(), linears[layer].weight, seen, factors)
+            yield layer, *_best(layer, weight.float(), linears[layer], seen, factors)
 
 
 def _best(
-    layer: str, w_NK: Tensor, rounded: QTensor, seen: _Inputs, factors: Sequence[gptq.Factor | None]
+    layer: str, w_NK: Tensor, linear: QLinear, seen: _Inputs, factors: Sequence[gptq.Factor | None]
 ) -> tuple[QTensor, Choice]:
     """The damping of least error on held-out rows, and rounding to nearest where none is better than that."""
-    rounding = seen.error(w_NK, rounded.dequantize())
+    rounded = linear.weight
+    apart_NK = torch.zeros(()) if linear.outliers is None else linear.outliers.dense()
+    rounding = seen.error(w_NK, rounded.dequantize() + apart_NK)
     reason = "no gain on held-out rows" if any(factors) else "no factor of the second moments"
     weight, best = rounded, Choice(layer, None, False, f"rounding to nearest, {reason}", 1.0)
-    aim_NK = _aim(w_NK, seen, factors)
+    aim_NK = _aim(w_NK, seen, factors) - apart_NK
     for asked, factor in zip(DAMPINGS, factors, strict=True):
         solution = gptq.solve(aim_NK, rounded, seen.moments_KK, factor)
         if factor is None or solution.outcome != "solved":
             continue
-        ratio = seen.error(w_NK, solution.weight.dequantize()) / rounding if rounding else 1.0
+        ratio = seen.error(w_NK, solution.weight.dequantize() + apart_NK) / rounding if rounding else 1.0
         if ratio < best.ratio:
             raised = factor.damping != asked
             reason = f"gptq, damping {factor.damping:g}{' (raised)' if raised else ''}"

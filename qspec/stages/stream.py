@@ -20,7 +20,7 @@ from qspec.progress import Progress
 from qspec.records import LayerStats, LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec
-from qspec.stages import sequential, transform
+from qspec.stages import choose, sequential, transform
 from qspec.stages.build_plan import needs_statistics
 from qspec.stages.calibrate import calibrate_piece
 from qspec.stages.pieces import embedded, piece_plan, pieces
@@ -32,12 +32,13 @@ FLOAT, QUANTIZED = "float", "quantized"
 
 @dataclass(frozen=True)
 class Job:
-    """How every piece is treated. dtype: of what is not quantized, as stored."""
+    """How every piece is treated. dtype: of what is not quantized, as stored; notes: on what was done before."""
 
     spec: QuantSpec
     fusion: FusionSpec
     plan: QuantPlan
     dtype: torch.dtype
+    notes: tuple[str, ...] = ()
 
     def key(self, model: LoadedModel, calibration: CalibrationSpec, seed: int) -> dict[str, Any]:
         """All that the bytes of a quantized piece depend on."""
@@ -79,7 +80,8 @@ def stream(
     states = _start(model, job, schemes, rows, store)
     todo = list(pieces(model))[len(store.records) :]
     for piece in progress.track(todo, "quantize", len(todo), "layers"):
-        done = _quantize(piece, job, piece_plan(schemes, job.plan, piece), states)
+        whole = replace(piece, tensors=dict(piece.tensors))  # read, and rotated, once
+        done = _quantize(whole, job, piece_plan(schemes, job.plan, piece), states)
         store.keep(dict(compressed.stored_tensors(done.model, job.dtype)), done.record, done.states)
         states = done.states
     return _assemble(model, job, schemes, len(states.get(FLOAT, ())) or len(states.get(QUANTIZED, ())), store)
@@ -111,6 +113,8 @@ def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str
     if FLOAT in states:
         stats, after[FLOAT] = calibrate_piece(piece, states[FLOAT])
     piece, stats, rewrites = transform.transform(piece, stats, job.spec, job.fusion, plan)
+    decisions = [] if stats is None else choose.decide(piece, stats, plan, job.spec)
+    plan = choose.decided(plan, piece.arch, decisions)
     quantized = quantize(piece, stats, plan, job.fusion.share_scales)
     choices: list[sequential.Choice] = []
     if QUANTIZED in states:
@@ -118,6 +122,7 @@ def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str
     record = {
         "sidecar": sidecar.encode(quantized),
         "rewrites": asdict(rewrites),
+        "decisions": [decision.record() for decision in decisions],
         "choices": [asdict(choice) for choice in choices],
     }
     return _Done(quantized, record, after)
@@ -129,12 +134,15 @@ def _assemble(
     """The folder of pieces as a checkpoint, which is then read like any other."""
     rewrites = [transform.Rewrites(**record["rewrites"]) for record in store.records]
     notes = transform.notes(rewrites, job.spec, job.fusion)
+    decisions = [choose.Decision.read(record) for piece in store.records for record in piece["decisions"]]
+    notes += choose.choice_notes(decisions, job.spec)
     notes += [note for record in store.records for note in json.loads(record["sidecar"])["notes"]]
     choices = [sequential.Choice(**choice) for record in store.records for choice in record["choices"]]
     if choices:
         notes += sequential.notes(choices, texts)
+    plan = choose.compact(choose.decided(job.plan, model.arch, decisions), model.arch) if decisions else job.plan
     whole = QuantizedModel(
-        model.arch, {}, {}, job.plan, model.config, model.tokenizer, model.source, notes=tuple(notes)
+        model.arch, {}, {}, plan, model.config, model.tokenizer, model.source, notes=(*job.notes, *notes)
     )
     write_index(store.folder, {name: file.name for file in store.tensor_files() for name in read_tensors(file)})
     compressed.write_metadata(whole, store.folder, job.dtype)

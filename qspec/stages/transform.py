@@ -215,7 +215,8 @@ def _fake_quant(scheme: LayerScheme) -> Callable[[Tensor, Tensor], Tensor]:
     weight, activation = scheme.weight, scheme.activation
 
     def run(x_TK: Tensor, w_NK: Tensor) -> Tensor:
-        q = quantize_weight(w_NK, weight.fmt, weight.granularity, weight.symmetric, weight.clip)
+        importance_K = x_TK.square().mean(0) if weight.clip.method == "mse" else None
+        q = quantize_weight(w_NK, weight.fmt, weight.granularity, weight.symmetric, weight.clip, importance_K)
         x = x_TK if activation is None else fake_quantize(x_TK, activation)
         return x @ q.dequantize().T
 

@@ -94,7 +94,7 @@ def test_older_spelling_of_rotary_scaling_means_the_same(folders: dict[str, Path
 
 
 def test_older_spelling_of_two_rotary_bases_means_the_same(tmp_path: Path) -> None:
-    """Would catch `rope_local_base_freq` of Gemma 3 files on the Hub, or a window pattern given as a number, dropped."""
+    """Would catch `rope_local_base_freq` of Gemma 3 files on the Hub, or a numeric window pattern, dropped."""
     new = config_of(tiny_model("gemma3_text", tmp_path))
     old = {key: value for key, value in new.items() if key not in ("rope_parameters", "layer_types")}
     old |= {"rope_theta": 10000.0, "rope_local_base_freq": 100.0, "sliding_window_pattern": 2}

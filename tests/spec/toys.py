@@ -6,7 +6,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from qspec.spec.types import Proposal, Sampling
+from qspec.spec.types import More, Proposal, Sampling
 
 
 class TableLM:
@@ -46,7 +46,14 @@ class Scripted:
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = tokens
 
-    def propose(self, context: list[int], k: int, sampling: Sampling, generator: torch.Generator) -> Proposal:
+    def propose(
+        self,
+        context: list[int],
+        k: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        more: More | None = None,
+    ) -> Proposal:
         return Proposal(torch.tensor(self.tokens[:k], dtype=torch.long), None)
 
     def reset(self) -> None:

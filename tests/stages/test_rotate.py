@@ -61,7 +61,7 @@ def test_the_function_stays(kind: str, overrides: dict[str, Any], spec: Rotation
     model = tiny(kind, tmp_path, **overrides)
     rotated, notes = rotate(model, spec, seed=3)
     assert distance(run(rotated), run(model)) < ROUNDING
-    names = ("model.layers.0.mlp.down_proj.weight", "model.layers.1.self_attn.v_proj.weight")
+    names = [name for name in model.tensors if name.endswith(("down_proj.weight", "v_proj.weight"))]
     assert any(not torch.equal(rotated.tensors[name], model.tensors[name]) for name in names)
     assert notes
 

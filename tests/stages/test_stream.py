@@ -176,12 +176,14 @@ are dropped under pressure)."""
 def test_a_checkpoint_of_several_times_the_memory(tmp_path: Path, scheme: str) -> None:
     """Catches a stage that holds the whole model: data-free and calibrated, under a limit that it does not fit."""
     text(tmp_path)
-    layers, allowed = 24, 70_000_000
+    layers, allowed = 24, 40_000_000
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": layers}
     folder = tiny_model("llama", tmp_path / "big", **shape)
     tiny_model("llama", tmp_path / "small")
-    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 4 * allowed
+    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 7 * allowed
     arguments = [str(tmp_path), scheme, str(allowed)]
-    done = subprocess.run([sys.executable, "-c", LIMITED, *arguments], capture_output=True, text=True, check=False)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is given back, and not counted
+    command = [sys.executable, "-c", LIMITED, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(compressed.read(tmp_path / "big-out").linears) == 7 * layers

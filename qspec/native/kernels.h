@@ -1,0 +1,74 @@
+// What the model asks of an instruction set: a table of functions. Kernels work on one row or one block of weights
+// each; which thread does what is the model's business.
+//
+// Letters: T rows (tokens), K inputs, N outputs, D head size, L positions. A *panel* is eight outputs.
+#pragma once
+#include <cstdint>
+
+namespace qspec {
+
+enum WeightKind : int32_t { F32, BF16, F16, FP8_E4M3, INT8, INT4, INT8_DOT };
+enum InputKind : int32_t { FLOAT_INPUT, INT8_INPUT, FP8_INPUT };
+enum Activation : int32_t { SILU, GELU_TANH };
+enum CacheKind : int32_t { FLOAT_CACHE, INT8_CACHE, FP8_CACHE };
+
+// A weight [N, K] in panels. Codes: [N/8][K][8]; INT8_DOT [N/8][K/2][8][2]; INT4 [N/8][K/8][8] int32, nibble j of a
+// word is input j of eight. Short panels and inputs are filled with zeros. Scales [N/8][groups][8], null: all 1.
+// Bias [N/8][8] or null. INT8_INPUT belongs to INT8_DOT alone. input_scale 0: a scale per row, made from its largest.
+struct Matrix {
+  int32_t kind, input, n, k, group;
+  float input_scale;
+  const void* codes;
+  int64_t bytes;
+  const float* scale;
+  const float* bias;
+
+  int panels() const { return (n + 7) / 8; }
+  int groups() const { return k / group; }
+};
+
+// T rows of inputs as a matrix reads them: floats, or int8 codes (widened) with a scale per row.
+struct Rows {
+  float* values;
+  int16_t* codes;
+  float* scale;
+  int64_t stride;
+  int count;
+};
+
+// One layer's keys and values of one KV head. Keys lie [L/8][D][8], so that eight positions are eight lanes; values
+// [L][D]. Scales: INT8 has one per position, FP8 one in all.
+struct HeadCache {
+  void* keys;
+  void* values;
+  float* key_scale;
+  float* value_scale;
+};
+
+struct Kernels {
+  const char* name;
+  // RMSNorm of a row; gains hold the architecture's offset already.
+  void (*norm)(const float* x, const float* gain, float eps, int n, float* y);
+  // A row under its own scale (or a given one) as int8 codes, widened to int16: round half to even.
+  void (*quantize_int8)(const float* x, int n, float fixed_scale, int16_t* codes, float* scale);
+  // A row rounded to e4m3 under its own scale (or a given one), in place.
+  void (*round_fp8)(float* x, int n, float fixed_scale);
+  // Outputs of panels [first, last) for all rows: out[t][8 * (panel - first) + lane].
+  void (*matmul)(const Matrix& w, const Rows& x, int first, int last, float* scratch, float* out, int64_t out_stride);
+  // Panels gate, up, gate, up, … of one row: y[j] = act(gate[j]) * up[j].
+  void (*gate)(int activation, const float* gate_up, int panels, float* y);
+  // Rotate the first `rotary` dimensions of a head, its halves being pairs.
+  void (*rotate)(float* x, const float* cos, const float* sin, int rotary);
+  void (*store_key)(int kind, HeadCache cache, const float* x, int dim, int position);
+  void (*store_value)(int kind, HeadCache cache, const float* x, int dim, int position);
+  // Softmax attention of one query over positions [begin, end). scores: room for end + 16 floats.
+  void (*attend)(int kind, HeadCache cache, const float* q, int dim, int begin, int end, float scale, float* scores,
+                 float* y);
+};
+
+extern const Kernels portable_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels;
+#endif
+
+}  // namespace qspec

@@ -1,0 +1,383 @@
+// The kernels, compiled once per instruction set (see kernels_*.cpp).
+//
+// A row's result never depends on the other rows of a call: every output is one chain of additions over k, in order,
+// whatever the tile. Lanes are outputs (or positions, for scores), so no sum crosses lanes except in norms and softmax.
+#include "kernels.h"
+#include "simd.h"
+
+namespace {
+
+using qspec::HeadCache;
+using qspec::Matrix;
+using qspec::Rows;
+
+constexpr float SCALE_FLOOR = 1.0f / (448.0f * 512.0f);  // numerics/formats.py
+
+// ---- rows -----------------------------------------------------------------------------------------------------------
+
+void norm(const float* x, const float* gain, float eps, int n, float* y) {
+  F8 squares = splat(0.0f);
+  int i = 0;
+  for (; i + 8 <= n; i += 8) squares = fma(load(x + i), load(x + i), squares);
+  float total = sum(squares);
+  for (; i < n; ++i) total += x[i] * x[i];
+  const float scale = 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
+  for (i = 0; i + 8 <= n; i += 8) store(y + i, load(x + i) * splat(scale) * load(gain + i));
+  for (; i < n; ++i) y[i] = x[i] * scale * gain[i];
+}
+
+float largest_magnitude(const float* x, int n) {
+  F8 m = splat(0.0f);
+  int i = 0;
+  for (; i + 8 <= n; i += 8) m = max(m, abs(load(x + i)));
+  float most = largest(m);
+  for (; i < n; ++i) most = std::fabs(x[i]) > most ? std::fabs(x[i]) : most;
+  return most;
+}
+
+float scale_of(const float* x, int n, float fixed_scale, float qmax) {
+  if (fixed_scale > 0.0f) return fixed_scale;
+  const float scale = largest_magnitude(x, n) / qmax;
+  return scale > SCALE_FLOOR ? scale : SCALE_FLOOR;
+}
+
+void quantize_int8(const float* x, int n, float fixed_scale, int16_t* codes, float* scale) {
+  *scale = scale_of(x, n, fixed_scale, 127.0f);
+  const F8 low = splat(-128.0f), high = splat(127.0f), s = splat(*scale);
+  int i = 0;
+  for (; i + 8 <= n; i += 8) store_i16(codes + i, round_even(max(min(load(x + i) / s, high), low)));
+  if (i == n) return;
+  float tail[8] = {};
+  std::memcpy(tail, x + i, sizeof(float) * static_cast<size_t>(n - i));
+  int16_t rest[8];
+  store_i16(rest, round_even(max(min(load(tail) / s, high), low)));
+  std::memcpy(codes + i, rest, sizeof(int16_t) * static_cast<size_t>(n - i));
+}
+
+// e4m3 bits of a float, saturating, ties to even. Below 2^-6 codes are steps of 2^-9; code 8 is 2^-6 itself.
+inline uint8_t e4m3(float x) {
+  const uint32_t sign = (bits_of(x) >> 24) & 0x80u;
+  float a = std::fabs(x);
+  a = a < 448.0f ? a : 448.0f;
+  if (a < 0x1p-6f) return static_cast<uint8_t>(sign | static_cast<uint32_t>(std::nearbyint(a * 512.0f)));
+  uint32_t u = bits_of(a);
+  u = (u + 0x7FFFFu + ((u >> 20) & 1u)) >> 20;
+  return static_cast<uint8_t>(sign | (u - (120u << 3)));
+}
+
+inline float rounded_e4m3(float x) {
+  const uint32_t sign = bits_of(x) & 0x80000000u;
+  float a = std::fabs(x);
+  a = a < 448.0f ? a : 448.0f;
+  const uint32_t u = bits_of(a);
+  const float normal = float_of((u + 0x7FFFFu + ((u >> 20) & 1u)) & ~0xFFFFFu);
+  const float small = std::nearbyint(a * 512.0f) * (1.0f / 512.0f);
+  return float_of(sign | bits_of(a < 0x1p-6f ? small : normal));
+}
+
+void round_fp8(float* x, int n, float fixed_scale) {
+  const float scale = scale_of(x, n, fixed_scale, 448.0f);
+  for (int i = 0; i < n; ++i) x[i] = rounded_e4m3(x[i] / scale) * scale;
+}
+
+// ---- matmul ---------------------------------------------------------------------------------------------------------
+//
+// A tile is P panels by R rows, with P * R accumulators in registers: per input k, P weight vectors are loaded (and
+// decoded), and each row's input is broadcast into all of them.
+
+struct Tile {
+  const Matrix& w;
+  int panel;              // first panel
+  const Rows& x;
+  int row;                // first row
+  float* out;             // of that panel and row
+  int64_t out_stride;
+};
+
+inline F8 scale_at(const Matrix& w, int panel, int group) {
+  return load(w.scale + (static_cast<int64_t>(panel) * w.groups() + group) * 8);
+}
+
+inline void put(const Tile& t, int p, int r, F8 y) {
+  if (t.w.bias) y = y + load(t.w.bias + (t.panel + p) * 8);
+  store(t.out + r * t.out_stride + p * 8, y);
+}
+
+// How a kind of code becomes floats: STEP inputs of one panel are read at once.
+struct FromF32 {
+  using Code = float;
+  static constexpr int STEP = 1, CODES = 8;
+  using Block = F8;
+  static Block block(const float* p) { return load(p); }
+  static F8 value(Block b, int) { return b; }
+};
+struct FromBF16 : FromF32 {
+  using Code = uint16_t;
+  static Block block(const Code* p) { return load_bf16(p); }
+};
+struct FromF16 : FromF32 {
+  using Code = uint16_t;
+  static Block block(const Code* p) { return load_f16(p); }
+};
+struct FromFP8 : FromF32 {  // 1/256 of the value: scales hold the factor
+  using Code = uint8_t;
+  static Block block(const Code* p) { return load_e4m3_256th(p); }
+};
+struct FromINT8 : FromF32 {
+  using Code = int8_t;
+  static Block block(const Code* p) { return load_i8(p); }
+};
+struct FromINT4 {
+  using Code = int32_t;
+  static constexpr int STEP = 8, CODES = 8;
+  using Block = I8;
+  static Block block(const Code* p) { return load_i32(p); }
+  static F8 value(Block b, int j) { return nibble(b, j); }
+};
+
+template <class From, int P, int R>
+void float_tile(const Tile& t, const typename From::Code* codes, int64_t panel_codes) {
+  const int k = t.w.k, group = t.w.scale ? t.w.group : k;
+  const float* x = t.x.values + t.row * t.x.stride;
+  F8 total[P][R];
+  for (int begin = 0, g = 0; begin < k; begin += group, ++g) {
+    F8 acc[P][R];
+    for (int p = 0; p < P; ++p)
+      for (int r = 0; r < R; ++r) acc[p][r] = splat(0.0f);
+    for (int i = begin; i < begin + group; i += From::STEP) {
+      typename From::Block block[P];
+      for (int p = 0; p < P; ++p) block[p] = From::block(codes + p * panel_codes + i / From::STEP * From::CODES);
+#pragma GCC unroll 8
+      for (int j = 0; j < From::STEP; ++j) {
+        F8 w[P];
+        for (int p = 0; p < P; ++p) w[p] = From::value(block[p], j);
+        for (int r = 0; r < R; ++r) {
+          const F8 input = splat(x[r * t.x.stride + i + j]);
+          for (int p = 0; p < P; ++p) acc[p][r] = fma(input, w[p], acc[p][r]);
+        }
+      }
+    }
+    for (int p = 0; p < P; ++p) {
+      const F8 scale = t.w.scale ? scale_at(t.w, t.panel + p, g) : splat(1.0f);
+      for (int r = 0; r < R; ++r) total[p][r] = g ? fma(acc[p][r], scale, total[p][r]) : acc[p][r] * scale;
+    }
+  }
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r) put(t, p, r, total[p][r]);
+}
+
+// Exact integer products: int8 pairs widened to int16, added in pairs into int32.
+template <int P, int R>
+void int8_tile(const Tile& t, const int8_t* codes, int64_t panel_codes) {
+  const int pairs = (t.w.k + 1) / 2;
+  const int16_t* x = t.x.codes + t.row * t.x.stride;
+  I8 acc[P][R];
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r) acc[p][r] = zero_i32();
+  for (int i = 0; i < pairs; ++i) {
+    I8 w[P];
+    for (int p = 0; p < P; ++p) w[p] = load_pairs(codes + p * panel_codes + i * 16);
+    for (int r = 0; r < R; ++r) {
+      const I8 input = splat_pair(x + r * t.x.stride + 2 * i);
+      for (int p = 0; p < P; ++p) acc[p][r] = dot_pairs(acc[p][r], w[p], input);
+    }
+  }
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r)
+      put(t, p, r, to_float(acc[p][r]) * splat(t.x.scale[t.row + r]) * scale_at(t.w, t.panel + p, 0));
+}
+
+template <class From>
+struct FloatTile {
+  using Code = typename From::Code;
+  template <int P, int R>
+  static void run(const Tile& t, const Code* codes, int64_t panel_codes) { float_tile<From, P, R>(t, codes, panel_codes); }
+};
+struct Int8Tile {
+  using Code = int8_t;
+  template <int P, int R>
+  static void run(const Tile& t, const Code* codes, int64_t panel_codes) { int8_tile<P, R>(t, codes, panel_codes); }
+};
+
+// `count` panels by R rows, in tiles of as many accumulators as registers hold.
+template <class Kind, int R>
+void panels(Tile t, const typename Kind::Code* codes, int64_t panel_codes, int count) {
+  auto advance = [&](int p) { t.panel += p, t.out += p * 8, codes += p * panel_codes, count -= p; };
+  if constexpr (R <= 2)
+    for (; count >= 4; advance(4)) Kind::template run<4, R>(t, codes, panel_codes);
+  for (; count >= 2; advance(2)) Kind::template run<2, R>(t, codes, panel_codes);
+  for (; count >= 1; advance(1)) Kind::template run<1, R>(t, codes, panel_codes);
+}
+
+// `count` panels by all rows, four at a time.
+template <class Kind>
+void all_rows(Tile t, const typename Kind::Code* codes, int64_t panel_codes, int count) {
+  for (; t.row + 4 <= t.x.count; t.row += 4, t.out += 4 * t.out_stride) panels<Kind, 4>(t, codes, panel_codes, count);
+  switch (t.x.count - t.row) {
+    case 3: return panels<Kind, 3>(t, codes, panel_codes, count);
+    case 2: return panels<Kind, 2>(t, codes, panel_codes, count);
+    case 1: return panels<Kind, 1>(t, codes, panel_codes, count);
+  }
+}
+
+// Codes that cost work to decode: for one or two rows in registers, for more once into floats that stay in the cache.
+template <class From>
+void decoded(Tile t, int count, float* scratch) {
+  const int k = t.w.k;
+  const int64_t panel_codes = static_cast<int64_t>(k) / From::STEP * From::CODES;
+  const auto* codes = static_cast<const typename From::Code*>(t.w.codes) + t.panel * panel_codes;
+  if (t.x.count == 1) return panels<FloatTile<From>, 1>(t, codes, panel_codes, count);
+  if (t.x.count == 2) return panels<FloatTile<From>, 2>(t, codes, panel_codes, count);
+  for (int p = 0; p < count; ++p)
+    for (int i = 0; i < k; i += From::STEP) {
+      const auto block = From::block(codes + p * panel_codes + i / From::STEP * From::CODES);
+#pragma GCC unroll 8
+      for (int j = 0; j < From::STEP; ++j) store(scratch + (static_cast<int64_t>(p) * k + i + j) * 8, From::value(block, j));
+    }
+  all_rows<FloatTile<FromF32>>(t, scratch, static_cast<int64_t>(k) * 8, count);
+}
+
+void matmul(const Matrix& w, const Rows& x, int first, int last, float* scratch, float* out, int64_t out_stride) {
+  const int at_once = x.count <= 2 ? 4 : 2;  // panels that stay in the cache while all rows pass
+  for (int panel = first; panel < last; panel += at_once) {
+    const int count = last - panel < at_once ? last - panel : at_once;
+    const Tile t{w, panel, x, 0, out + (panel - first) * 8, out_stride};
+    const int64_t floats = static_cast<int64_t>(w.k) * 8, bytes = static_cast<int64_t>((w.k + 1) / 2) * 16;
+    switch (w.kind) {
+      case qspec::F32: all_rows<FloatTile<FromF32>>(t, static_cast<const float*>(w.codes) + panel * floats, floats, count); break;
+      case qspec::INT8_DOT: all_rows<Int8Tile>(t, static_cast<const int8_t*>(w.codes) + panel * bytes, bytes, count); break;
+      case qspec::BF16: decoded<FromBF16>(t, count, scratch); break;
+      case qspec::F16: decoded<FromF16>(t, count, scratch); break;
+      case qspec::FP8_E4M3: decoded<FromFP8>(t, count, scratch); break;
+      case qspec::INT8: decoded<FromINT8>(t, count, scratch); break;
+      case qspec::INT4: decoded<FromINT4>(t, count, scratch); break;
+    }
+  }
+}
+
+void gate(int activation, const float* gate_up, int panel_pairs, float* y) {
+  const F8 one = splat(1.0f), zero = splat(0.0f);
+  for (int j = 0; j < panel_pairs; ++j) {
+    const F8 g = load(gate_up + 16 * j), up = load(gate_up + 16 * j + 8);
+    F8 u = g;  // gelu's tanh form is x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))
+    if (activation == qspec::GELU_TANH) u = splat(1.5957691216057308f) * fma(splat(0.044715f) * g * g, g, g);
+    store(y + 8 * j, g / (one + exp(zero - u)) * up);
+  }
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+void rotate(float* x, const float* cos, const float* sin, int rotary) {
+  const int half = rotary / 2;
+  for (int i = 0; i < half; ++i) {
+    const float left = x[i], right = x[i + half];
+    x[i] = left * cos[i] - right * sin[i];
+    x[i + half] = right * cos[i] + left * sin[i];
+  }
+}
+
+// Codes of one head's vector into `to[d * stride]`; INT8 leaves its scale in `*scale`, FP8 reads it there.
+void store_cache(int kind, void* to, int64_t stride, const float* x, int dim, float* scale) {
+  if (kind == qspec::FLOAT_CACHE) {
+    for (int d = 0; d < dim; ++d) static_cast<float*>(to)[d * stride] = x[d];
+  } else if (kind == qspec::FP8_CACHE) {
+    for (int d = 0; d < dim; ++d) static_cast<uint8_t*>(to)[d * stride] = e4m3(x[d] / *scale);
+  } else {
+    *scale = scale_of(x, dim, 0.0f, 127.0f);
+    for (int d = 0; d < dim; ++d)
+      static_cast<int8_t*>(to)[d * stride] = static_cast<int8_t>(std::nearbyint(x[d] / *scale));
+  }
+}
+
+inline int64_t cache_bytes(int kind) { return kind == qspec::FLOAT_CACHE ? 4 : 1; }
+
+void store_key(int kind, HeadCache c, const float* x, int dim, int position) {
+  const int64_t at = static_cast<int64_t>(position / 8) * dim * 8 + position % 8;
+  float* scale = c.key_scale + (kind == qspec::INT8_CACHE ? position : 0);
+  store_cache(kind, static_cast<char*>(c.keys) + at * cache_bytes(kind), 8, x, dim, scale);
+}
+
+void store_value(int kind, HeadCache c, const float* x, int dim, int position) {
+  const int64_t at = static_cast<int64_t>(position) * dim;
+  float* scale = c.value_scale + (kind == qspec::INT8_CACHE ? position : 0);
+  store_cache(kind, static_cast<char*>(c.values) + at * cache_bytes(kind), 1, x, dim, scale);
+}
+
+// Dot products of a query with B blocks of eight positions.
+template <class From, int B>
+void key_blocks(const float* q, const typename From::Code* keys, int dim, float* scores) {
+  F8 acc[B];
+  for (int b = 0; b < B; ++b) acc[b] = splat(0.0f);
+  for (int d = 0; d < dim; ++d) {
+    const F8 query = splat(q[d]);
+    for (int b = 0; b < B; ++b) acc[b] = fma(query, From::block(keys + (static_cast<int64_t>(b) * dim + d) * 8), acc[b]);
+  }
+  for (int b = 0; b < B; ++b) store(scores + 8 * b, acc[b]);
+}
+
+// y[d] = sum over positions of weight * value, for 8 * C channels.
+template <class From, int C>
+void weighted_values(const float* weights, const typename From::Code* values, int dim, int begin, int end, float* y) {
+  F8 acc[C];
+  for (int c = 0; c < C; ++c) acc[c] = splat(0.0f);
+  for (int l = begin; l < end; ++l) {
+    const F8 weight = splat(weights[l]);
+    for (int c = 0; c < C; ++c) acc[c] = fma(weight, From::block(values + static_cast<int64_t>(l) * dim + 8 * c), acc[c]);
+  }
+  for (int c = 0; c < C; ++c) store(y + 8 * c, acc[c]);
+}
+
+template <class From>
+void attend_as(int kind, HeadCache c, const float* q, int dim, int begin, int end, float scale, float* scores, float* y) {
+  using Code = typename From::Code;
+  const auto* keys = static_cast<const Code*>(c.keys);
+  const auto* values = static_cast<const Code*>(c.values);
+  const bool int8 = kind == qspec::INT8_CACHE, fp8 = kind == qspec::FP8_CACHE;
+  const int first = begin / 8, last = (end + 7) / 8;
+  int block = first;
+  for (; block + 4 <= last; block += 4) key_blocks<From, 4>(q, keys + static_cast<int64_t>(block) * dim * 8, dim, scores + 8 * block);
+  for (; block < last; ++block) key_blocks<From, 1>(q, keys + static_cast<int64_t>(block) * dim * 8, dim, scores + 8 * block);
+
+  const F8 factor = splat(fp8 ? scale * *c.key_scale * 256.0f : scale);
+  F8 most = splat(-3e38f);
+  for (block = first; block < last; ++block) {
+    float* s = scores + 8 * block;
+    F8 scaled = load(s) * factor;
+    if (int8) scaled = scaled * load(c.key_scale + 8 * block);
+    store(s, scaled);
+    for (int i = 0; i < 8; ++i)
+      if (8 * block + i < begin || 8 * block + i >= end) s[i] = -3e38f;
+    most = max(most, load(s));
+  }
+  const F8 top = splat(largest(most));
+  F8 mass = splat(0.0f);
+  for (block = first; block < last; ++block) {
+    float* s = scores + 8 * block;
+    store(s, exp(load(s) - top));
+    for (int i = 0; i < 8; ++i)
+      if (8 * block + i < begin || 8 * block + i >= end) s[i] = 0.0f;
+    mass = mass + load(s);
+    if (int8) store(s, load(s) * load(c.value_scale + 8 * block));
+  }
+  int d = 0;
+  for (; d + 64 <= dim; d += 64) weighted_values<From, 8>(scores, values + d, dim, begin, end, y + d);
+  for (; d + 32 <= dim; d += 32) weighted_values<From, 4>(scores, values + d, dim, begin, end, y + d);
+  for (; d < dim; d += 8) weighted_values<From, 1>(scores, values + d, dim, begin, end, y + d);
+  const F8 share = splat((fp8 ? *c.value_scale * 256.0f : 1.0f) / sum(mass));
+  for (d = 0; d < dim; d += 8) store(y + d, load(y + d) * share);
+}
+
+void attend(int kind, HeadCache c, const float* q, int dim, int begin, int end, float scale, float* scores, float* y) {
+  switch (kind) {
+    case qspec::FLOAT_CACHE: return attend_as<FromF32>(kind, c, q, dim, begin, end, scale, scores, y);
+    case qspec::INT8_CACHE: return attend_as<FromINT8>(kind, c, q, dim, begin, end, scale, scores, y);
+    case qspec::FP8_CACHE: return attend_as<FromFP8>(kind, c, q, dim, begin, end, scale, scores, y);
+  }
+}
+
+}  // namespace
+
+namespace qspec {
+extern const Kernels QSPEC_TABLE;
+const Kernels QSPEC_TABLE = {QSPEC_NAME, norm, quantize_int8, round_fp8, matmul, gate, rotate, store_key, store_value, attend};
+}  // namespace qspec
