@@ -33,7 +33,7 @@ from qspec.stages.compare import exported_format, measure, reference, summary, v
 from qspec.stages.load import load
 
 WORK = Path("runs/bench_fidelity")
-BASELINE = Path("eval/baselines/fidelity.json")
+BASELINES = Path("eval/baselines")
 Record = dict[str, Any]
 
 
@@ -180,11 +180,11 @@ def table(arms: list[Arm]) -> Iterator[str]:
                 yield f"{model} {contest} {corpus}: {verdict(*sides)}"
 
 
-def write_baseline(arms: list[Arm]) -> None:
+def write_baseline(path: Path, arms: list[Arm]) -> None:
     rows = [row for arm in arms if (record := arm.record()) for row in rows_of(arm, record)]
     text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     facts = json.dumps(environment(), indent=1)
-    atomic_write(BASELINE, f'{{"environment": {facts},\n"rows": [\n{text}\n]}}\n')
+    atomic_write(path, f'{{"environment": {facts},\n"rows": [\n{text}\n]}}\n')
 
 
 def main() -> None:
@@ -216,7 +216,7 @@ def main() -> None:
         atomic_write(arm.path, json.dumps(bench.record(arm)))
         gc.collect()
     progress.close()
-    write_baseline(every)
+    write_baseline(BASELINES / f"{args.matrix.stem}.json", every)
     print(*table(every), sep="\n")
 
 

@@ -47,6 +47,8 @@ struct HeadCache {
 
 struct Kernels {
   const char* name;
+  // A token's row of an F32, BF16 or F16 embedding times `factor`; stored by rows, or in panels (a tied head).
+  void (*embed)(const Matrix& m, bool in_panels, int64_t token, float factor, float* y);
   // RMSNorm of a row; gains hold the architecture's offset already.
   void (*norm)(const float* x, const float* gain, float eps, int n, float* y);
   // A row under its own scale (or a given one) as int8 codes, widened to int16: round half to even.

@@ -80,6 +80,18 @@ void round_fp8(float* x, int n, float fixed_scale) {
   for (int i = 0; i < n; ++i) x[i] = rounded_e4m3(x[i] / scale) * scale;
 }
 
+// A token's row of an embedding that is stored row after row, or in the panels of the head that it is tied to.
+void embed(const Matrix& m, bool in_panels, int64_t token, float factor, float* y) {
+  const int64_t first = in_panels ? token / 8 * 8 * m.k + token % 8 : token * m.k, step = in_panels ? 8 : 1;
+  const auto* words = static_cast<const uint16_t*>(m.codes) + first;
+  for (int64_t i = 0; i < m.k; ++i) {
+    float x;
+    if (m.kind == qspec::F32) x = static_cast<const float*>(m.codes)[first + i * step];
+    else x = m.kind == qspec::BF16 ? float_of(static_cast<uint32_t>(words[i * step]) << 16) : half_to_float(words[i * step]);
+    y[i] = x * factor;
+  }
+}
+
 // ---- matmul ---------------------------------------------------------------------------------------------------------
 //
 // A tile is P panels by R rows, with P * R accumulators in registers: per input k, P weight vectors are loaded (and
@@ -140,6 +152,8 @@ void float_tile(const Tile& t, const typename From::Code* codes, int64_t panel_c
   const int k = t.w.k, group = t.w.scale ? t.w.group : k;
   const float* x = t.x.values + t.row * t.x.stride;
   F8 total[P][R];
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r) total[p][r] = splat(0.0f);
   for (int begin = 0, g = 0; begin < k; begin += group, ++g) {
     F8 acc[P][R];
     for (int p = 0; p < P; ++p)
@@ -159,7 +173,7 @@ void float_tile(const Tile& t, const typename From::Code* codes, int64_t panel_c
     }
     for (int p = 0; p < P; ++p) {
       const F8 scale = t.w.scale ? scale_at(t.w, t.panel + p, g) : splat(1.0f);
-      for (int r = 0; r < R; ++r) total[p][r] = g ? fma(acc[p][r], scale, total[p][r]) : acc[p][r] * scale;
+      for (int r = 0; r < R; ++r) total[p][r] = fma(acc[p][r], scale, total[p][r]);
     }
   }
   for (int p = 0; p < P; ++p)
@@ -379,5 +393,5 @@ void attend(int kind, HeadCache c, const float* q, int dim, int begin, int end, 
 
 namespace qspec {
 extern const Kernels QSPEC_TABLE;
-const Kernels QSPEC_TABLE = {QSPEC_NAME, norm, quantize_int8, round_fp8, matmul, gate, rotate, store_key, store_value, attend};
+const Kernels QSPEC_TABLE = {QSPEC_NAME, embed, norm, quantize_int8, round_fp8, matmul, gate, rotate, store_key, store_value, attend};
 }  // namespace qspec

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #ifdef QSPEC_AVX2
 #include <immintrin.h>
@@ -15,6 +16,13 @@ namespace {
 
 inline uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
 inline float float_of(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+
+// The exponent moves to float's field with 112 too little; subnormals and normals alike are mended by one product.
+inline float half_to_float(uint16_t h) {
+  uint32_t sign = (h & 0x8000u) << 16, rest = (h & 0x7FFFu) << 13;
+  if ((h & 0x7C00u) == 0x7C00u) return float_of(sign | rest | 0x7F800000u);
+  return float_of(sign | bits_of(float_of(rest) * 0x1p112f));
+}
 
 #ifdef QSPEC_AVX2
 
@@ -83,12 +91,6 @@ inline F8 to_float(I8 a) { F8 r; LANES(static_cast<float>(a.v[i])); return r; }
 inline F8 power_of_two(I8 e) { F8 r; LANES(float_of(static_cast<uint32_t>(e.v[i] + 127) << 23)); return r; }
 inline void store_i16(int16_t* p, I8 a) { for (int i = 0; i < 8; ++i) p[i] = static_cast<int16_t>(a.v[i]); }
 inline F8 load_bf16(const uint16_t* p) { F8 r; LANES(float_of(static_cast<uint32_t>(p[i]) << 16)); return r; }
-// The exponent moves to float's field with 112 too little; subnormals and normals alike are mended by one product.
-inline float half_to_float(uint16_t h) {
-  uint32_t sign = (h & 0x8000u) << 16, rest = (h & 0x7FFFu) << 13;
-  if ((h & 0x7C00u) == 0x7C00u) return float_of(sign | rest | 0x7F800000u);
-  return float_of(sign | bits_of(float_of(rest) * 0x1p112f));
-}
 inline F8 load_f16(const uint16_t* p) { F8 r; LANES(half_to_float(p[i])); return r; }
 inline F8 load_i8(const int8_t* p) { F8 r; LANES(static_cast<float>(p[i])); return r; }
 inline F8 load_e4m3_256th(const uint8_t* p) {

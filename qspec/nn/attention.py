@@ -4,12 +4,14 @@ H heads, T rows, L positions in the cache, D head size; K nodes of a tree (`nume
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from qspec.numerics.trees import Parents, branches
+from qspec.nn.kv_cache import KVCache
+from qspec.numerics.trees import Parents, branches, depths
 
 EXACT_ROWS = 65
 """Rows per pass up to which a quantized model computes each row as if alone (64 drafts and one).
@@ -21,6 +23,36 @@ rows; attention, the choice of experts and a float head do, so their rows are ke
 
 Scores = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
 """`scores` below with a model's scale and soft cap."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a pass that belong to one sequence: its next `count` from `start` on, or the last `count` of a tree."""
+
+    cache: KVCache
+    start: int
+    count: int
+    parents_K: Parents | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        if self.parents_K is None:
+            return torch.arange(self.start, self.start + self.count)
+        return self.start + torch.tensor(depths(self.parents_K)[-self.count :])
+
+    def mask(self, window: int | None) -> Tensor | None:
+        return None if self.parents_K is not None else causal_mask(self.start, self.start + self.count, window)
+
+    def attend(
+        self, i: int, scores: Scores, q: Tensor, k: Tensor, v: Tensor, mask_TL: Tensor | None, window: int | None
+    ) -> Tensor:
+        """Write keys and values `[H, count, D]` of layer i; what the rows read, `[count, H * D]`."""
+        old = 0 if self.parents_K is None else len(self.parents_K) - self.count
+        q = self.cache.round_query(i, q)
+        k_HLD, v_HLD = self.cache.update(i, self.start + old, k, v)
+        if self.parents_K is None:
+            return attend(scores, q, k_HLD, v_HLD, self.start, mask_TL, window)
+        return attend_tree(scores, q, k_HLD, v_HLD, self.start, self.parents_K, window)
 
 
 def attend(

@@ -1,21 +1,28 @@
-"""The decoder that runs here: Llama, Mistral, Mixtral, Qwen, Gemma and Phi, float or quantized, one sequence.
+"""The decoder that runs here: Llama, Mistral, Mixtral, Qwen, Gemma and Phi, float or quantized.
 
-T tokens of a call, L positions in the cache, H heads, D head size, V vocabulary. Layers that read the same input
-(q/k/v, gate/up) are merged into one matmul at load; names on disk stay apart.
+T rows of a pass, L positions in the cache, H heads, D head size, V vocabulary, K nodes of a tree. Layers that read the
+same input (q/k/v, gate/up) are merged into one matmul at load; names on disk stay apart. A decoder is one sequence;
+forks share its weights, and a pass may hold rows of several: only attention tells them apart.
 """
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from qspec.errors import RecipeError
+from qspec.nn.attention import EXACT_ROWS, Rows, rope_tables, rotate, scores
 from qspec.nn.experts import Experts, Mlp
 from qspec.nn.kv_cache import FloatKVCache, KVCache, QuantizedKVCache
 from qspec.nn.linear import merged_linear
 from qspec.numerics.rotation import hadamard_transform
+from qspec.numerics.trees import Parents
 from qspec.ops.select import Kernels, Linear
 from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel
 
@@ -23,13 +30,8 @@ Observer = Callable[[str, Tensor], None]
 """Called with a linear layer's name and its input `[T, K]`, and `….self_attn.q` / `.k` / `.v` with `[H, T, D]`."""
 
 EMBEDDING = "model.embed_tokens.weight"
-EXACT_ROWS = 65
-"""Rows per pass up to which a quantized model computes each row as if alone (64 drafts and one).
-
-Rounding to codes is a step function: a last-bit difference in attention can move an activation by a whole INT8 step,
-and the next layers make that visible. Integer matmuls, norms and element-wise steps do not depend on the number of
-rows; attention and the choice of experts do, so their rows are kept apart.
-"""
+HEAD_ROWS = 16
+"""Rows up to which a float head computes each as if alone (`ops.cpu.FloatLinear`)."""
 
 
 @dataclass(frozen=True)
@@ -48,36 +50,38 @@ class _Layer:
 
 
 class Decoder:
-    """A causal LM with its own KV cache; implements `nn.lm.LM`."""
+    """A causal LM with its own KV cache; implements `nn.lm.BatchLM`."""
 
     def __init__(
         self,
         arch: ArchMap,
         tensors: Mapping[str, Tensor],
         linears: Mapping[str, QLinear],
-        cache: KVCache,
+        new_cache: Callable[[], KVCache],
         dtype: torch.dtype,
         kernels: Kernels = "auto",
     ) -> None:
-        self.arch, self._dtype, self._cache, self._length = arch, dtype, cache, 0
+        self.arch, self._dtype, self._new_cache = arch, dtype, new_cache
+        self._cache, self._length = new_cache(), 0
+        self._tree: Parents = ()  # nodes that wait behind `length`
         self.observer: Observer | None = None
         weights = _Weights(arch, tensors, linears, dtype, kernels)
         self._embed_VK = tensors[EMBEDDING].to(dtype) if EMBEDDING in tensors else None
         self._layers = [_layer(weights, layer) for layer in arch.layers]
         self._norm = weights.norm("model.norm") if arch.has_head else None
         self._head = self._own_head(weights, linears) if arch.has_head else None
-        self._rope = _rope_tables(arch.rope_inv_freq, arch.rope_factor, cache.max_length, dtype)
+        self._rope = rope_tables(arch.rope_inv_freq, arch.rope_factor, self.max_length, dtype)
         self._window_rope = self._rope
         if arch.window_inv_freq:
-            self._window_rope = _rope_tables(arch.window_inv_freq, 1.0, cache.max_length, dtype)
+            self._window_rope = rope_tables(arch.window_inv_freq, 1.0, self.max_length, dtype)
 
     @classmethod
     def from_float(
         cls, model: LoadedModel, dtype: torch.dtype = torch.float32, max_length: int | None = None
     ) -> "Decoder":
         """The original model, weights converted to `dtype`."""
-        cache = FloatKVCache(model.arch, max_length or model.arch.max_positions, dtype)
-        return cls(model.arch, model.tensors, {}, cache, dtype)
+        new_cache = partial(FloatKVCache, model.arch, max_length or model.arch.max_positions, dtype)
+        return cls(model.arch, model.tensors, {}, new_cache, dtype)
 
     @classmethod
     def from_quantized(
@@ -89,10 +93,11 @@ class Decoder:
     ) -> "Decoder":
         """A quantized model on this machine's kernels, or on their eager twins (`kernels="reference"`)."""
         length, scheme = max_length or model.arch.max_positions, model.plan.kv
-        cache: KVCache = FloatKVCache(model.arch, length, dtype)
+        new_cache: Callable[[], KVCache] = partial(FloatKVCache, model.arch, length, dtype)
         if scheme is not None:
-            cache = QuantizedKVCache(model.arch, length, dtype, scheme, model.k_scale, model.v_scale, model.q_scale)
-        return cls(model.arch, model.tensors, model.linears, cache, dtype, kernels)
+            scales = model.k_scale, model.v_scale, model.q_scale
+            new_cache = partial(QuantizedKVCache, model.arch, length, dtype, scheme, *scales)
+        return cls(model.arch, model.tensors, model.linears, new_cache, dtype, kernels)
 
     def _own_head(self, weights: "_Weights", linears: Mapping[str, QLinear]) -> Linear:
         if self.arch.tied and "lm_head" not in linears:
@@ -119,12 +124,43 @@ class Decoder:
     def truncate(self, length: int) -> None:
         assert 0 <= length <= self._length, f"truncate to {length} of {self._length}"
         self._cache.truncate(length)
-        self._length = length
+        self._length, self._tree = length, ()
+
+    def fork(self) -> "Decoder":
+        """Another, empty sequence on the same weights."""
+        other = copy(self)
+        other._cache, other._length, other._tree = self._new_cache(), 0, ()
+        return other
 
     @torch.inference_mode()
     def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
         x_TK = self.run_layers(self.embed(tokens_T))
         return self.run_head(x_TK, last)
+
+    def forward_tree(self, tokens_T: Tensor, parents_K: Parents) -> Tensor:
+        return self.forward_many([self], [tokens_T], [parents_K])[0]
+
+    @torch.inference_mode()
+    def keep(self, path: Sequence[int]) -> None:
+        edges = zip((-1, *path), path, strict=False)
+        assert all(self._tree[node] == parent for parent, node in edges), f"{path} is no path from the root"
+        self._cache.keep(self._length, path)
+        self._length, self._tree = self._length + len(path), ()
+
+    @classmethod
+    @torch.inference_mode()
+    def forward_many(
+        cls, sequences: Sequence["Decoder"], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
+    ) -> list[Tensor]:
+        first, counts = sequences[0], [len(tokens_T) for tokens_T in tokens]
+        assert all(sequence._layers is first._layers for sequence in sequences), "forks of different weights"
+        asked = list(zip(sequences, counts, parents, strict=True))
+        plans = [sequence._rows(count, parents_K) for sequence, count, parents_K in asked]
+        hidden_TK = torch.cat(first._run_together(plans, first.embed(torch.cat(list(tokens))).split(counts)))
+        logits_TV = torch.cat([first.run_head(x_TK) for x_TK in hidden_TK.split(EXACT_ROWS - 1)])
+        for sequence, count, parents_K in asked:
+            sequence._advance(count, parents_K)
+        return list(logits_TV.split(counts))
 
     @torch.inference_mode()
     def embed(self, tokens_T: Tensor) -> Tensor:
@@ -141,35 +177,73 @@ class Decoder:
             x_TK = x_TK[-last:]
         x_TK = self._normed(x_TK, self._norm)
         self._observe("lm_head", x_TK)
-        logits_TV = self._head(x_TK if last is None else x_TK[-last:]).float()
+        x_TK = x_TK if last is None else x_TK[-last:]
+        size = HEAD_ROWS if x_TK.shape[0] <= EXACT_ROWS else x_TK.shape[0]
+        logits_TV = _joined([self._head(part_TK) for part_TK in x_TK.split(size)]).float()
         cap = self.arch.logit_softcap
         return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
 
     @torch.inference_mode()
     def run_layers(self, x_TK: Tensor) -> Tensor:
         """Hidden states `[T, hidden]` of the next T positions, from before the first layer to after the last one."""
-        end = self._length + x_TK.shape[0]
-        assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
-        segments = self._cache.segments(self._length, end)
-        if len(segments) < 2:
-            return self._run_segment(x_TK)
-        return torch.cat([self._run_segment(part) for part in x_TK.split(segments)])
+        count = x_TK.shape[0]
+        (y_TK,) = self._run_together([self._rows(count, None)], [x_TK])
+        self._advance(count, None)
+        return y_TK
 
-    def _run_segment(self, x_TK: Tensor) -> Tensor:
-        start, end = self._length, self._length + x_TK.shape[0]
-        masks = {window: _causal_mask(start, end, window) for window in {layer.window for layer in self._layers}}
+    def _rows(self, count: int, parents_K: Parents | None) -> list[Rows]:
+        """What comes next, in parts that go through the model one after the other (nearly always one)."""
+        start, size = self._length, count if parents_K is None else len(parents_K)
+        assert start + size <= self.max_length, f"{start + size} positions, cache holds {self.max_length}"
+        if parents_K is None:
+            sizes = self._cache.segments(start, start + size)
+            return [Rows(self._cache, at, n) for at, n in zip(accumulate(sizes, initial=start), sizes, strict=False)]
+        assert list(parents_K[: size - count]) == list(self._tree[: size - count]), "another tree than the one begun"
+        if not self._cache.takes_trees:
+            rule = "this KV cache rounds tokens by their positions, which the nodes of a tree share"
+            raise RecipeError(f"a tree of {size} drafts", rule, "draft chains, or keep kv without groups and residual")
+        return [Rows(self._cache, start, count, parents_K)]
+
+    def _advance(self, count: int, parents_K: Parents | None) -> None:
+        if parents_K is None:
+            self._length, self._tree = self._length + count, ()
+        else:
+            self._tree = tuple(parents_K)
+
+    def _run_together(self, plans: Sequence[list[Rows]], x: Sequence[Tensor]) -> list[Tensor]:
+        """Hidden states of every sequence; each turn is one pass over the next part of all that have one."""
+        pairs = zip(plans, x, strict=True)
+        queues = [deque(zip(plan, x_TK.split(_counts(plan)), strict=True)) for plan, x_TK in pairs]
+        out: list[list[Tensor]] = [[] for _ in plans]
+        while any(queues):
+            now = [i for i, queue in enumerate(queues) if queue]
+            parts, inputs = zip(*(queues[i].popleft() for i in now), strict=True)
+            y_TK = self._pass(parts, _joined(inputs))
+            for i, part_TK in zip(now, y_TK.split(_counts(parts)), strict=True):
+                out[i].append(part_TK)
+        return [_joined(parts) for parts in out]
+
+    def _pass(self, parts: Sequence[Rows], x_TK: Tensor) -> Tensor:
+        positions_T = _joined([rows.positions for rows in parts])
+        ropes = [tuple(table_LD[positions_T] for table_LD in tables) for tables in (self._rope, self._window_rope)]
+        masks = {window: [rows.mask(window) for rows in parts] for window in {layer.window for layer in self._layers}}
+        exact = all(rows.count <= EXACT_ROWS for rows in parts)
         for i, layer in enumerate(self._layers):
-            cos_LD, sin_LD = self._rope if layer.window is None else self._window_rope
-            rope, mask_TL = (cos_LD[start:end], sin_LD[start:end]), masks[layer.window]
-            y_TK = self._attention(i, layer, self._normed(x_TK, layer.input_norm), start, rope, mask_TL)
+            rope = ropes[layer.window is not None]
+            y_TK = self._attention(i, layer, self._normed(x_TK, layer.input_norm), parts, rope, masks[layer.window])
             x_TK = x_TK + self._post_normed(y_TK, layer.attention_post_norm)
-            y_TK = self._feed_forward(layer.mlp, self._normed(x_TK, layer.mlp_norm))
+            y_TK = self._feed_forward(layer.mlp, self._normed(x_TK, layer.mlp_norm), exact)
             x_TK = x_TK + self._post_normed(y_TK, layer.mlp_post_norm)
-        self._length = end
         return x_TK
 
     def _attention(
-        self, i: int, layer: _Layer, x_TK: Tensor, start: int, rope: tuple[Tensor, Tensor], mask_TL: Tensor | None
+        self,
+        i: int,
+        layer: _Layer,
+        x_TK: Tensor,
+        parts: Sequence[Rows],
+        rope: tuple[Tensor, ...],
+        masks: list[Tensor | None],
     ) -> Tensor:
         a, name, t = self.arch, f"{layer.name}.self_attn", x_TK.shape[0]
         self._observe(f"{name}.q_proj", x_TK)
@@ -177,22 +251,21 @@ class Decoder:
         q, k, v = torch.split(heads_HTD, [a.n_heads, a.n_kv_heads, a.n_kv_heads])
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
-        q, k = _rotate(q, *rope), _rotate(k, *rope)
+        q, k = rotate(q, *rope), rotate(k, *rope)
         self._observe(f"{name}.q", q)
         self._observe(f"{name}.k", k)
         self._observe(f"{name}.v", v)
-        q = self._cache.round_query(i, q)
-        k_HLD, v_HLD = self._cache.update(i, start, k, v)
-        scores = partial(_scores, scale=a.attention_scale, softcap=a.attention_softcap)
-        y_TK = _attend(scores, q, k_HLD, v_HLD, start, mask_TL, layer.window)
+        by_model = partial(scores, scale=a.attention_scale, softcap=a.attention_softcap)
+        own = zip(parts, *(x.split(_counts(parts), 1) for x in (q, k, v)), masks, strict=True)
+        y_TK = _joined([rows.attend(i, by_model, *heads, mask_TL, layer.window) for rows, *heads, mask_TL in own])
         self._observe(f"{name}.o_proj", y_TK)
         return layer.o(y_TK)
 
-    def _feed_forward(self, mlp: Mlp | Experts, x_TK: Tensor) -> Tensor:
+    def _feed_forward(self, mlp: Mlp | Experts, x_TK: Tensor, exact: bool) -> Tensor:
         if isinstance(mlp, Mlp):
             return self._mlp(mlp, x_TK)
         self._observe(mlp.router, x_TK)
-        if self.observer is not None or x_TK.shape[0] > EXACT_ROWS:
+        if self.observer is not None or not exact:
             return mlp.mix(x_TK, self._mlp)
         return torch.cat([mlp.mix(row_1K, self._mlp) for row_1K in x_TK.split(1)])
 
@@ -277,79 +350,9 @@ def _feed_forward(w: _Weights, layer: str) -> Mlp | Experts:
     return Experts(router, w.kept(router), tuple(members), w.arch.experts_per_token, w.arch.normed_routing)
 
 
-Scores = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
+def _counts(parts: Sequence[Rows]) -> list[int]:
+    return [rows.count for rows in parts]
 
 
-def _attend(
-    scores: Scores,
-    q_HTD: Tensor,
-    k_HLD: Tensor,
-    v_HLD: Tensor,
-    start: int,
-    mask_TL: Tensor | None,
-    window: int | None,
-) -> Tensor:
-    """Causal attention of the last T positions over L = start + T, heads side by side `[T, H * D]`.
-
-    A few rows on top of a cache are taken one by one, each over what it sees: exactly what plain decoding computes,
-    bit for bit, so that verifying K + 1 tokens decides as decoding them would (see `EXACT_ROWS`).
-    """
-    t = q_HTD.shape[1]
-    if start and t <= EXACT_ROWS:
-        spans = [(max(0, end - window) if window else 0, end) for end in range(start + 1, start + t + 1)]
-        rows = zip(q_HTD.split(1, 1), spans, strict=True)
-        parts = [scores(q, k_HLD[:, begin:end], v_HLD[:, begin:end], None, False) for q, (begin, end) in rows]
-        out_HTD = torch.cat(parts, 1) if t > 1 else parts[0]
-    else:
-        out_HTD = scores(q_HTD, k_HLD, v_HLD, mask_TL, mask_TL is None and t > 1)
-    return out_HTD.transpose(0, 1).reshape(t, -1)
-
-
-def _scores(
-    q_HTD: Tensor,
-    k_HLD: Tensor,
-    v_HLD: Tensor,
-    mask_TL: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    softcap: float | None,
-) -> Tensor:
-    """Softmax attention `[H, T, D]`; torch's kernel knows no soft-capping, so that is written out."""
-    gqa = q_HTD.shape[0] != k_HLD.shape[0]
-    if softcap is None:
-        q, k, v = q_HTD[None], k_HLD[None], v_HLD[None]
-        return F.scaled_dot_product_attention(q, k, v, mask_TL, is_causal=is_causal, scale=scale, enable_gqa=gqa)[0]
-    repeats = q_HTD.shape[0] // k_HLD.shape[0]
-    k_HLD, v_HLD = k_HLD.repeat_interleave(repeats, 0), v_HLD.repeat_interleave(repeats, 0)
-    s_HTL = q_HTD @ k_HLD.transpose(1, 2) * (q_HTD.shape[2] ** -0.5 if scale is None else scale)
-    s_HTL = softcap * torch.tanh(s_HTL / softcap)
-    if is_causal:
-        mask_TL = torch.ones(s_HTL.shape[1:], dtype=torch.bool).tril()
-    if mask_TL is not None:
-        s_HTL = s_HTL.masked_fill(~mask_TL, float("-inf"))
-    return s_HTL.float().softmax(-1).to(q_HTD.dtype) @ v_HLD
-
-
-def _rope_tables(inv_freq: tuple[float, ...], factor: float, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin `[length, R]` of the R rotated dimensions, the halves repeated as transformers lays them out."""
-    angles = torch.outer(torch.arange(length).float(), torch.tensor(inv_freq, dtype=torch.float32))
-    angles = torch.cat((angles, angles), -1)
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-
-
-def _rotate(x_HTD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotate the first R dimensions of each head; the others pass."""
-    width = cos_TR.shape[-1]
-    left, right = x_HTD[..., :width].chunk(2, -1)
-    rotated = x_HTD[..., :width] * cos_TR + torch.cat((-right, left), -1) * sin_TR
-    return rotated if width == x_HTD.shape[-1] else torch.cat((rotated, x_HTD[..., width:]), -1)
-
-
-def _causal_mask(start: int, end: int, window: int | None) -> Tensor | None:
-    """Boolean `[T, L]` mask, or None where `_attend` needs none: rows on their own, or each over its whole prefix."""
-    windowed = window is not None and end > window
-    if (start and end - start <= EXACT_ROWS) or (start == 0 and not windowed):
-        return None
-    query, key = torch.arange(start, end)[:, None], torch.arange(end)[None]
-    mask_TL = key <= query
-    return mask_TL & (key > query - window) if windowed and window is not None else mask_TL
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]

@@ -5,7 +5,7 @@ back holds the same codes as one that never drafted. Per token that is plain; gr
 keep the newest in float (`nn.kv_window`), and the decoder takes rows in the segments that `segments` names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -26,11 +26,18 @@ class KVCache(Protocol):
 
     max_length: int
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether positions may be written in any order: codes are by token, none by group."""
+
     def update(self, layer: int, start: int, k_HTD: Tensor, v_HTD: Tensor) -> tuple[Tensor, Tensor]:
         """Write positions `start…start+T` of `layer`; return keys and values `[H, start+T, D]` to attend to."""
 
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on."""
+
+    def keep(self, start: int, path: Sequence[int]) -> None:
+        """Move positions `start + path[j]` to `start + j`; of what stands from `start` on, nothing else stays."""
 
     def segments(self, start: int, end: int) -> list[int]:
         """How many of the rows `start…end` go through the model together, to read what each would read alone."""
@@ -48,6 +55,8 @@ class KVCache(Protocol):
 class FloatKVCache:
     """Keys and values in the compute dtype."""
 
+    takes_trees = True
+
     def __init__(self, arch: ArchMap, max_length: int, dtype: torch.dtype) -> None:
         self.max_length = max_length
         shape = (arch.n_layers, 2, arch.n_kv_heads, max_length, arch.head_dim)
@@ -62,6 +71,9 @@ class FloatKVCache:
 
     def truncate(self, length: int) -> None:
         """Nothing to do: what lies beyond the length is overwritten before it is read."""
+
+    def keep(self, start: int, path: Sequence[int]) -> None:
+        _compact([self._data], start, path)
 
     def segments(self, start: int, end: int) -> list[int]:
         return [end - start]
@@ -100,6 +112,10 @@ class QuantizedKVCache:
         rounded = scheme.query is not None and q_scale is not None
         self._q_scale = [q_scale.get(name) for name in layers] if rounded and q_scale else []
 
+    @property
+    def takes_trees(self) -> bool:
+        return not self._scheme.step
+
     def update(self, layer: int, start: int, k_HTD: Tensor, v_HTD: Tensor) -> tuple[Tensor, Tensor]:
         stores = self._layers[layer]
         if len(stores) == 1:
@@ -110,6 +126,11 @@ class QuantizedKVCache:
     def truncate(self, length: int) -> None:
         for window in self._windows:
             window.truncate(length)
+
+    def keep(self, start: int, path: Sequence[int]) -> None:
+        assert self.takes_trees, "codes of whole groups do not move"
+        end = start + max(path, default=-1) + 1
+        _compact((x for layer in self._layers for store in layer for x in _codes(store).stored(end)), start, path)
 
     def segments(self, start: int, end: int) -> list[int]:
         if not self._scheme.step:
@@ -179,3 +200,10 @@ class QuantizedKVCache:
 
 def _codes(store: Codes | Windowed) -> Codes:
     return store.codes if isinstance(store, Windowed) else store
+
+
+def _compact(tensors: Iterable[Tensor], start: int, path: Sequence[int]) -> None:
+    """Along the second last dimension, in place."""
+    source = torch.tensor(path, dtype=torch.long) + start
+    for x in tensors:
+        x[..., start : start + len(path), :] = x.index_select(-2, source)

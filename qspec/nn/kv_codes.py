@@ -26,7 +26,7 @@ class Codes(Protocol):
         """Positions 0…`end`, in the compute dtype or float32."""
 
     def stored(self, length: int) -> list[Tensor]:
-        """What is stored for the first `length` positions, for comparison."""
+        """Views of what is stored for the first `length` positions (float8 as bytes), to compare and to move."""
 
     @property
     def nbytes(self) -> int:

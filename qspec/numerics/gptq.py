@@ -9,7 +9,6 @@ that is the least-squares answer `W + W G H^-1` with `G = D^T X` (the aim of GPT
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,19 +37,6 @@ class Factor:
     damping: float
 
 
-@dataclass(frozen=True)
-class Solution:
-    """Codes, and how they came about: fed back, or rounded to nearest because feedback gained nothing or had no factor.
-
-    error, rounding_error: `output_error` of `weight` and of rounding to nearest.
-    """
-
-    weight: QTensor
-    outcome: Literal["solved", "no gain", "no factor"]
-    error: float
-    rounding_error: float
-
-
 def factor(hessian_KK: Tensor, damping: float = DAMPING) -> Factor | None:
     """Factor the second moments of a layer's inputs; damping is raised tenfold while they are not positive definite.
 
@@ -69,32 +55,10 @@ def factor(hessian_KK: Tensor, damping: float = DAMPING) -> Factor | None:
     return None
 
 
-def corrected(w_NK: Tensor, drift_KK: Tensor, found: Factor) -> Tensor:
-    """The weight whose outputs on X are nearest to those of `w` on `X + D`; `drift_KK` is `D^T X`."""
-    moved_NK = (w_NK.float() @ drift_KK)[:, found.order_K]
-    moved_NK = moved_NK @ found.upper_KK.T @ found.upper_KK
-    return w_NK.float() + moved_NK[:, found.order_K.argsort()]
-
-
-def solve(w_NK: Tensor, rounded: QTensor, hessian_KK: Tensor, found: Factor | None) -> Solution:
-    """Codes of `w` under the scales of `rounded` (its rounding to nearest) with feedback through `found`.
-
-    Never worse on `hessian` than `rounded`, which is returned where feedback gains nothing.
-    """
-    rounding_error = output_error(w_NK, rounded, hessian_KK)
-    if found is None:
-        return Solution(rounded, "no factor", rounding_error, rounding_error)
-    weight = feed_back(w_NK, rounded, found)
-    error = output_error(w_NK, weight, hessian_KK)
-    if not error < rounding_error:
-        return Solution(rounded, "no gain", rounding_error, rounding_error)
-    return Solution(weight, "solved", error, rounding_error)
-
-
-def output_error(w_NK: Tensor, weight: QTensor, hessian_KK: Tensor) -> float:
-    """`trace(D H D^T)` of the rounding error D: squared output error summed over the tokens behind H."""
-    delta_NK = (w_NK.float() - weight.dequantize()).to(hessian_KK.dtype)
-    return float(((delta_NK @ hessian_KK) * delta_NK).sum(dtype=torch.float64))
+def corrected(w_NK: Tensor, moved_NK: Tensor, found: Factor) -> Tensor:
+    """The weight whose outputs on X are nearest to those of `w` on `X + D`; `moved_NK` is `W D^T X`."""
+    step_NK = moved_NK[:, found.order_K] @ found.upper_KK.T @ found.upper_KK
+    return w_NK + step_NK[:, found.order_K.argsort()]
 
 
 def feed_back(w_NK: Tensor, rounded: QTensor, found: Factor) -> QTensor:

@@ -11,7 +11,7 @@ from operator import mul
 from qspec.numerics.fidelity import wilson_interval
 
 Rate = float | Sequence[float]
-"""Acceptance rate of every draft token, or of the token at each position whose predecessors stood (the last goes on)."""
+"""Acceptance rate of every draft token, or of the token at each position if all before it stood (the last goes on)."""
 
 
 def expected_tokens(alpha: Rate, gamma: int) -> float:
@@ -36,16 +36,19 @@ def operations(alpha: Rate, gamma: int, c_hat: float) -> float:
     return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
 
 
-def optimal_gamma(alpha: Rate, c: float, max_gamma: int, verify_cost: Callable[[int], float] | None = None) -> int:
+def optimal_gamma(
+    alpha: Rate, c: float, max_gamma: int, verify_cost: Callable[[int], float] | None = None, least: int = 0
+) -> int:
     """Draft length of the largest walltime speedup, the shortest of equals; 0: plain decoding is fastest.
 
-    `verify_cost` takes the number of rows (gamma + 1); None: every pass costs 1.
+    `verify_cost` takes the number of rows (gamma + 1); None: every pass costs 1. `least`: the shortest that is tried.
     """
+    tokens = list(accumulate(survival(alpha, max_gamma)))
 
     def speedup(gamma: int) -> float:
-        return walltime_speedup(alpha, gamma, c, verify_cost(gamma + 1) if verify_cost else 1.0)
+        return tokens[gamma] / (gamma * c + (verify_cost(gamma + 1) if verify_cost else 1.0))
 
-    return max(range(max_gamma + 1), key=speedup)
+    return max(range(least, max_gamma + 1), key=speedup)
 
 
 def alpha_from_counts(drafted: Sequence[int], accepted: Sequence[int]) -> tuple[float, tuple[float, float]]:

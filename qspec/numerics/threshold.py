@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 MISS_COST = 3.0
-"""Price of stopping behind a token that stands, in units of drafting on behind one that falls (transformers' choice)."""
+"""Price of stopping behind a token that stands; drafting on behind one that falls is 1 (transformers' choice)."""
 
 
 def best_threshold(confidences: Sequence[float], stood: Sequence[bool], miss_cost: float = MISS_COST) -> float | None:

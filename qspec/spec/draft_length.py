@@ -60,8 +60,8 @@ class Heuristic:
 class Confidence:
     """Drafts until the draft's own probability of its newest token falls below a threshold, at most `max_k` tokens.
 
-    The threshold is fitted to the last `SEEN` tested tokens of the request's domain as soon as some stood and some fell:
-    least false-positive rate + 3 × false-negative rate. Tokens below it stay in their proposal, so they are tested too.
+    The threshold is fitted to the last `SEEN` tested tokens of the request's domain once some stood and some fell:
+    least false-positive rate + 3 × false-negative rate. Tokens below it stay in their proposal and are tested too.
     Drafters that state no confidence draft `k`.
     """
 
@@ -69,6 +69,7 @@ class Confidence:
         self._k, self._max = k, max_k
         self._memory = History(lambda: _Threshold(threshold))
         self._stated = False
+        self._asked: list[float] = []
         self.reset()
 
     @property
@@ -85,12 +86,12 @@ class Confidence:
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
         if drafted:
             self._stated = bool(self._asked)
-            self._now.add(self._asked, min(drafted, accepted + 1), accepted)
-        self._asked = []
+            self._now.add(self._asked[: min(drafted, accepted + 1)], accepted)
+            self._asked = []
 
     def reset(self, domain: str = "") -> None:
         self._now = self._memory.of(domain)
-        self._asked: list[float] = []
+        self._asked = []
 
     def _more(self, confidence: float) -> bool:
         self._asked.append(confidence)
@@ -104,9 +105,9 @@ class _Threshold:
         self.value = value
         self._seen: deque[tuple[float, bool]] = deque(maxlen=SEEN)
 
-    def add(self, confidences: Sequence[float], tested: int, accepted: int) -> None:
-        self._seen.extend((confidence, i < accepted) for i, confidence in enumerate(confidences[:tested]))
-        found = best_threshold(*zip(*self._seen, strict=True)) if self._seen else None
+    def add(self, confidences: Sequence[float], accepted: int) -> None:
+        self._seen.extend((confidence, i < accepted) for i, confidence in enumerate(confidences))
+        found = best_threshold([confidence for confidence, _ in self._seen], [stood for _, stood in self._seen])
         self.value = self.value if found is None else found
 
 

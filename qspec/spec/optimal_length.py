@@ -1,6 +1,6 @@
 """The draft length that gains most at measured acceptance and cost, down to none."""
 
-from qspec.numerics.speedup import expected_tokens, optimal_gamma, survival
+from qspec.numerics.speedup import expected_tokens, optimal_gamma
 from qspec.spec.history import History, Outcomes, Timings
 from qspec.spec.types import More
 
@@ -59,6 +59,7 @@ class Optimal:
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
         self._seconds += t_draft + t_verify
         if drafted == 0:
+            self._lost += t_draft if self._probe else 0.0
             self._plain_step(t_verify)
             return
         self._looks += 1
@@ -83,8 +84,9 @@ class Optimal:
 
     def _charge(self, seconds: float, tokens: int) -> None:
         """Book what a step of a look lost against plain decoding of the same tokens; gains pay earlier losses back."""
-        self._probe -= 1
-        self._lost = max(0.0, self._lost + seconds - tokens * self._verify[0])
+        lost = seconds - tokens * self._verify[0]
+        self._probe -= lost > 0
+        self._lost = max(0.0, self._lost + lost)
 
     def _plan(self) -> None:
         """Best length, best length above 0, what looking at it would lose, and the price of each further token."""
@@ -94,15 +96,15 @@ class Optimal:
         self._best, self._look, self._price = self._k, self._k, [0.0] * self._max
         if not plain:
             return
-        c = draft / plain
-        self._best = optimal_gamma(self._rates, c, self._max, lambda rows: self._verify[rows - 1] / plain)
-        self._look = self._best or 1
+        c, costs = draft / plain, [seconds / plain for seconds in [0.0, *self._verify]]
+        self._best = optimal_gamma(self._rates, c, self._max, costs.__getitem__)
+        self._look = self._best or optimal_gamma(self._rates, c, self._max, costs.__getitem__, least=1)
         seconds = self._best * draft + self._verify[self._best]
         rate = expected_tokens(self._rates, self._best) / seconds
         steps = zip(self._verify, self._verify[1:], strict=False)
         self._price = [rate * (draft + max(0.0, after - before)) for before, after in steps]
         look = draft * self._look + self._verify[self._look]
-        self._loss = FIRST_LOOK * max(0.0, look - plain * sum(survival(self._rates, self._look)))
+        self._loss = FIRST_LOOK * max(0.0, look - plain * expected_tokens(self._rates, self._look))
 
     def _more(self, confidence: float) -> bool:
         """Whether the chance that the next token stands is worth its price in tokens."""

@@ -69,28 +69,40 @@ def refine(
     return refined, choices, advanced(_decoder(refined, states), states)
 
 
-class _Inputs:
-    """What a layer reads, X, and D, what it lacks of the float model's inputs.
-
-    Of the rows to fit `X^T X` and `D^T X`; those to judge by as they are.
-    """
+class _Sums:
+    """Over the tokens of some rows: `X^T X` of what a layer reads, `D^T X` and `D^T D` of what that lacks of exact."""
 
     def __init__(self, width: int) -> None:
-        self.moments_KK, self.drift_KK = torch.zeros(width, width), torch.zeros(width, width)
-        self._held_out: list[tuple[Tensor, Tensor]] = []
+        self.read_KK, self.drift_KK, self.lack_KK = (torch.zeros(width, width) for _ in range(3))
 
-    def fit(self, x_TK: Tensor, lack_TK: Tensor) -> None:
-        self.moments_KK.addmm_(x_TK.T, x_TK)
+    def add(self, x_TK: Tensor, lack_TK: Tensor) -> None:
+        self.read_KK.addmm_(x_TK.T, x_TK)
         self.drift_KK.addmm_(lack_TK.T, x_TK)
+        self.lack_KK.addmm_(lack_TK.T, lack_TK)
 
-    def hold_out(self, x_TK: Tensor, lack_TK: Tensor) -> None:
-        self._held_out.append((x_TK, lack_TK))
 
-    def error(self, w_NK: Tensor, answer_NK: Tensor) -> float:
-        """Squared error of the outputs of `answer` on X against those of `w` on X + D, over the held-out rows."""
-        delta_NK = w_NK.float() - answer_NK
-        outputs = (x_TK @ delta_NK.T + lack_TK @ w_NK.float().T for x_TK, lack_TK in self._held_out)
-        return sum(float(lost_TN.square().sum(dtype=torch.float64)) for lost_TN in outputs)
+class _Inputs:
+    """What is known of one input: sums over the rows to fit, and over those to judge by."""
+
+    def __init__(self, width: int) -> None:
+        self.fit, self.held_out = _Sums(width), _Sums(width)
+
+
+class _Judge:
+    """Squared error of answers on X against a weight on X + D: `|(W - A) X + W D|^2`, from sums."""
+
+    def __init__(self, w_NK: Tensor, sums: _Sums) -> None:
+        self._w_NK, self._sums, self._moved_NK = w_NK, sums, w_NK @ sums.drift_KK
+        self._least = _dot(w_NK @ sums.lack_KK, w_NK)
+
+    def error(self, answer_NK: Tensor) -> float:
+        delta_NK = self._w_NK - answer_NK
+        error = _dot(delta_NK @ self._sums.read_KK, delta_NK) + 2 * _dot(delta_NK, self._moved_NK) + self._least
+        return max(error, 0.0)
+
+
+def _dot(a_NK: Tensor, b_NK: Tensor) -> float:
+    return float((a_NK * b_NK).sum(dtype=torch.float64))
 
 
 def _inputs(
@@ -111,8 +123,8 @@ def _inputs(
             linear = rounded.linears[layer]
             read = x_TK if linear.activation is None else fake_quantize(x_TK, linear.activation, linear.input_scale)
             lack = (x_TK if ".experts." in layer else wanted[layer]) - read
-            inputs = found.setdefault(layer, _Inputs(x_TK.shape[1]))
-            (inputs.hold_out if row in held_out else inputs.fit)(read, lack)
+            sums = found.setdefault(layer, _Inputs(x_TK.shape[1]))
+            (sums.held_out if row in held_out else sums.fit).add(read, lack)
     return found
 
 
@@ -139,7 +151,7 @@ def _choices(
     for first, seen in inputs.items():
         block, _, part = first.rpartition(".")
         layers = [f"{block}.{reader}" for reader in _READERS[part]] if part in _READERS else [first]
-        factors = [gptq.factor(seen.moments_KK, damping) for damping in DAMPINGS]
+        factors = [gptq.factor(seen.fit.read_KK, damping) for damping in DAMPINGS]
         for layer in layers:
             weight = piece.lm_head() if layer == "lm_head" else piece.tensors[f"{layer}.weight"]
             yield layer, *_best(layer, weight.float(), linears[layer], seen, factors)
@@ -149,33 +161,33 @@ def _best(
     layer: str, w_NK: Tensor, linear: QLinear, seen: _Inputs, factors: Sequence[gptq.Factor | None]
 ) -> tuple[QTensor, Choice]:
     """The damping of least error on held-out rows, and rounding to nearest where none is better than that."""
-    rounded = linear.weight
+    rounded, judge = linear.weight, _Judge(w_NK, seen.held_out)
     apart_NK = torch.zeros(()) if linear.outliers is None else linear.outliers.dense()
-    rounding = seen.error(w_NK, rounded.dequantize() + apart_NK)
+    rounding = judge.error(rounded.dequantize() + apart_NK)
     reason = "no gain on held-out rows" if any(factors) else "no factor of the second moments"
     weight, best = rounded, Choice(layer, None, False, f"rounding to nearest, {reason}", 1.0)
-    aim_NK = _aim(w_NK, seen, factors) - apart_NK
+    aim_NK = _aim(w_NK, seen, judge, factors) - apart_NK
     for asked, factor in zip(DAMPINGS, factors, strict=True):
-        solution = gptq.solve(aim_NK, rounded, seen.moments_KK, factor)
-        if factor is None or solution.outcome != "solved":
+        if factor is None:
             continue
-        ratio = seen.error(w_NK, solution.weight.dequantize() + apart_NK) / rounding if rounding else 1.0
+        fed = gptq.feed_back(aim_NK, rounded, factor)
+        ratio = judge.error(fed.dequantize() + apart_NK) / rounding if rounding else 1.0
         if ratio < best.ratio:
             raised = factor.damping != asked
             reason = f"gptq, damping {factor.damping:g}{' (raised)' if raised else ''}"
-            weight, best = solution.weight, Choice(layer, factor.damping, raised, reason, ratio)
+            weight, best = fed, Choice(layer, factor.damping, raised, reason, ratio)
     return weight, best
 
 
-def _aim(w_NK: Tensor, seen: _Inputs, factors: Sequence[gptq.Factor | None]) -> Tensor:
+def _aim(w_NK: Tensor, seen: _Inputs, judge: _Judge, factors: Sequence[gptq.Factor | None]) -> Tensor:
     """`w`, corrected for what was rounded before it as far as that helps on held-out rows."""
-    best_NK, least = w_NK, seen.error(w_NK, w_NK)
+    best_NK, least, moved_NK = w_NK, judge.error(w_NK), w_NK @ seen.fit.drift_KK
     for factor in factors:
         if factor is not None:
-            moved_NK = gptq.corrected(w_NK, seen.drift_KK, factor)
-            error = seen.error(w_NK, moved_NK)
+            tried_NK = gptq.corrected(w_NK, moved_NK, factor)
+            error = judge.error(tried_NK)
             if error < least:
-                best_NK, least = moved_NK, error
+                best_NK, least = tried_NK, error
     return best_NK
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from qspec.errors import RecipeError
 from qspec.nn.decoder import Decoder
 from qspec.numerics import gptq
+from qspec.numerics.affine import QTensor
 from qspec.numerics.fidelity import kl_divergence
 from qspec.ops.reference import fake_quantize
 from qspec.records import LoadedModel, QuantizedModel
@@ -51,6 +52,12 @@ def refine(model: LoadedModel, rounded: QuantizedModel, rows: list[list[int]]) -
         linears |= refined.linears
         choices += chosen
     return replace(rounded, linears=linears, notes=(*rounded.notes, *notes(choices, len(rows))))
+
+
+def output_error(w_NK: Tensor, weight: QTensor, moments_KK: Tensor) -> float:
+    """Squared output error of a weight's rounding over the tokens behind the second moments."""
+    delta_NK = w_NK - weight.dequantize()
+    return float(((delta_NK @ moments_KK) * delta_NK).sum())
 
 
 def moments(decoder: Decoder, quant: QuantizedModel, layer: str, rows: list[list[int]]) -> Tensor:
@@ -105,7 +112,7 @@ def test_accepted_codes_are_better_on_held_out_rows(model: LoadedModel) -> None:
     for layer in (DOWN, "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"):
         held_out_KK = moments(decoder, quant, layer, JUDGED)  # nothing is quantized before the first layer
         w_NK = model.tensors[f"{layer}.weight"]
-        errors = [gptq.output_error(w_NK, q.linears[layer].weight, held_out_KK) for q in (quant, rounded)]
+        errors = [output_error(w_NK, q.linears[layer].weight, held_out_KK) for q in (quant, rounded)]
         same = torch.equal(quant.linears[layer].weight.codes, rounded.linears[layer].weight.codes)
         assert errors[0] == errors[1] if same else errors[0] < errors[1]
         changed += not same
@@ -212,3 +219,15 @@ def test_feedback_leaves_outliers_alone(model: LoadedModel) -> None:
         apart_NK = linear.outliers.dense()
         assert bool((delta_NK.abs()[apart_NK != 0] < apart_NK.abs()[apart_NK != 0] / 2).all())
     assert changed > 0
+
+
+def test_the_judge_sees_the_outputs() -> None:
+    """Catches an error of sums that is not that of the outputs: a sign, a transpose, a term left out."""
+    generator = torch.Generator().manual_seed(6)
+    x_TK, lack_TK = torch.randn(90, 24, generator=generator), 0.3 * torch.randn(90, 24, generator=generator)
+    w_NK, answer_NK = torch.randn(8, 24, generator=generator), torch.randn(8, 24, generator=generator)
+    sums = sequential._Sums(24)
+    for part in zip(x_TK.split(40), lack_TK.split(40), strict=True):
+        sums.add(*part)
+    direct = float((((x_TK + lack_TK) @ w_NK.T) - x_TK @ answer_NK.T).square().sum())
+    assert sequential._Judge(w_NK, sums).error(answer_NK) == pytest.approx(direct, rel=1e-4)  # float32 sums

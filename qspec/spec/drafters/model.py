@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from qspec.nn.lm import LM
 from qspec.numerics.probs import sample
-from qspec.spec.types import Proposal, Sampling, draw_uniforms
+from qspec.spec.types import More, Proposal, Sampling, draw_uniforms
 
 
 class ModelDrafter:
@@ -26,13 +26,28 @@ class ModelDrafter:
         self._eos_ids = frozenset(eos_ids)
         self._cached: list[int] = []
 
-    def propose(self, context: list[int], k: int, sampling: Sampling, generator: torch.Generator) -> Proposal:
-        """At most `k` tokens, as many as the draft's cache has room for, and their laws (None if greedy)."""
+    @property
+    def lm(self) -> LM:
+        return self._lm
+
+    def propose(
+        self,
+        context: list[int],
+        k: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        more: More | None = None,
+    ) -> Proposal:
+        """At most `k` tokens, as many as the draft's cache has room for, and their laws (None if greedy).
+
+        `more` is told the probability of each token under its law, if greedy under the draft's own at temperature 1.
+        This reads every token on the host.
+        """
         start = perf_counter()
         k = min(k, self._lm.max_length - len(context) + 1)  # the last draft token is never fed
         if k < 1:
             return Proposal(torch.empty(0, dtype=torch.long), None, perf_counter() - start)
-        tokens_K, probs_KV = self._chain(self._missing(context), k, sampling, generator)
+        tokens_K, probs_KV = self._chain(self._missing(context), k, sampling, generator, more)
         self._cached = context + tokens_K.tolist()[:-1]
         return Proposal(tokens_K, probs_KV, perf_counter() - start)
 
@@ -50,7 +65,7 @@ class ModelDrafter:
         return torch.tensor(context[common:])
 
     def _chain(
-        self, feed_T: Tensor, k: int, sampling: Sampling, generator: torch.Generator
+        self, feed_T: Tensor, k: int, sampling: Sampling, generator: torch.Generator, more: More | None
     ) -> tuple[Tensor, Tensor | None]:
         uniforms_K = draw_uniforms(0 if sampling.greedy else k, generator)
         tokens: list[Tensor] = []
@@ -65,8 +80,15 @@ class ModelDrafter:
             tokens.append(feed_T)
             if self._eos_ids and int(feed_T) in self._eos_ids:
                 break
+            if more is not None and not more(_probability(feed_T, logits_1V, laws)):
+                break
         return torch.cat(tokens), self._widen(torch.cat(laws)) if laws else None
 
     def _widen(self, probs_KV: Tensor) -> Tensor:
         """Probability 0 for ids that only the target's padding has."""
         return pad(probs_KV, (0, self._vocab_size - probs_KV.shape[-1]))
+
+
+def _probability(token_1: Tensor, logits_1V: Tensor, laws: list[Tensor]) -> float:
+    law_1V = laws[-1] if laws else logits_1V.softmax(-1)
+    return float(law_1V[0, token_1])

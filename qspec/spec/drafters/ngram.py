@@ -5,7 +5,7 @@ from time import perf_counter
 
 import torch
 
-from qspec.spec.types import Proposal, Sampling
+from qspec.spec.types import More, Proposal, Sampling
 
 
 class NgramDrafter:
@@ -19,8 +19,15 @@ class NgramDrafter:
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self.reset()
 
-    def propose(self, context: list[int], k: int, sampling: Sampling, generator: torch.Generator) -> Proposal:
-        """At most `k` tokens, certain (one-hot); none without a match."""
+    def propose(
+        self,
+        context: list[int],
+        k: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        more: More | None = None,
+    ) -> Proposal:
+        """At most `k` tokens, certain (one-hot), of unknown probability; none without a match."""
         start = perf_counter()
         self._index(context)
         at = self._match(context)

@@ -1,0 +1,424 @@
+// One forward pass of a decoder-only transformer as one parallel region: all threads walk the layers together, take
+// pieces of each matmul as they get free, and meet at five barriers per layer.
+//
+//   norm + rounding of the input   by every thread for itself (few rows), or shared out
+//   q/k/v                          piece: a head; its norm, rotation and cache write follow in the same thread
+//   attention                      piece: a query of one head
+//   o, down                        piece: some panels; added to the residual stream at once
+//   gate/up                        piece: some pairs of panels; activation at once
+//   head                           piece: some panels; logits, or the best token so far
+#include "model.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "pool.h"
+
+namespace qspec {
+namespace {
+
+constexpr int BLOCK = 64;     // rows per pass over the weights
+constexpr int OWN_ROWS = 4;   // rows that each thread prepares for itself: cheaper than a barrier
+constexpr int MOST_PANELS = 32;  // of a piece
+constexpr size_t HUGE_PAGE = size_t{1} << 21;
+
+size_t rounded_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Memory that is never freed piece by piece, on huge pages where the system gives them.
+class Arena {
+ public:
+  ~Arena() {
+    for (void* block : blocks_) std::free(block);
+  }
+
+  void* take(size_t bytes) {
+    bytes = rounded_up(bytes, 64);
+    if (bytes > left_) grow(std::max(bytes, 16 * HUGE_PAGE));
+    void* out = next_;
+    next_ += bytes;
+    left_ -= bytes;
+    return out;
+  }
+
+  template <class T>
+  const T* copy(const T* from, size_t count) {
+    if (!from) return nullptr;
+    auto* to = static_cast<T*>(take(count * sizeof(T)));
+    std::memcpy(to, from, count * sizeof(T));
+    return to;
+  }
+
+ private:
+  void grow(size_t bytes) {
+    bytes = rounded_up(bytes, HUGE_PAGE);
+    void* block = std::aligned_alloc(HUGE_PAGE, bytes);
+    if (!block) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    madvise(block, bytes, MADV_HUGEPAGE);
+#endif
+    blocks_.push_back(block);
+    next_ = static_cast<char*>(block);
+    left_ = bytes;
+  }
+
+  std::vector<void*> blocks_;
+  char* next_ = nullptr;
+  size_t left_ = 0;
+};
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+template <class T>
+using Buffer = std::unique_ptr<T[], Free>;
+
+template <class T>
+Buffer<T> zeros(size_t count) {
+  auto* p = static_cast<T*>(std::calloc(std::max<size_t>(count, 1), sizeof(T)));
+  if (!p) throw std::bad_alloc();
+  return Buffer<T>(p);
+}
+
+struct Thread {
+  Buffer<float> out, scratch, scores, values, row_scale, best;
+  Buffer<int16_t> codes;
+  Buffer<int64_t> best_token;
+  Rows rows() const { return {values.get(), codes.get(), row_scale.get(), 0, 0}; }
+};
+
+class Model {
+ public:
+  Model(Pool& pool, const Shape& shape, const Kernels& kernels)
+      : pool_(pool), s_(shape), run_(kernels), layers_(shape.layers), ropes_(2 * shape.ropes) {
+    const size_t dims = size_t(s_.heads) * s_.head_dim, features = rounded_up(s_.intermediate, 8);
+    const size_t widest = rounded_up(std::max({size_t(s_.hidden), dims, features}), 8);
+    row_stride_ = static_cast<int64_t>(widest);
+    hidden_ = zeros<float>(BLOCK * widest);
+    query_ = zeros<float>(BLOCK * dims);
+    mixed_ = zeros<float>(BLOCK * dims);
+    gated_ = zeros<float>(BLOCK * features);
+    shared_ = scratch_for(BLOCK, widest);
+    for (int i = 0; i < pool.size(); ++i) {
+      threads_.push_back(scratch_for(OWN_ROWS, widest));
+      threads_.back().out = zeros<float>(BLOCK * size_t(MOST_PANELS) * 8);
+      threads_.back().scratch = zeros<float>(2 * widest * 8);
+      threads_.back().scores = zeros<float>(s_.max_length + 16);
+      threads_.back().best = zeros<float>(BLOCK);
+      threads_.back().best_token = zeros<int64_t>(BLOCK);
+    }
+    const size_t positions = rounded_up(s_.max_length, 8) + 24;  // attention reads whole blocks
+    head_bytes_ = positions * s_.head_dim * (s_.cache == FLOAT_CACHE ? 4 : 1);
+    scales_per_head_ = s_.cache == INT8_CACHE ? positions : 1;
+    const size_t stores = size_t(s_.layers) * s_.kv_heads * 2;
+    cache_ = zeros<char>(stores * head_bytes_);
+    cache_scale_ = zeros<float>(stores * scales_per_head_);
+  }
+
+  void set_layer(int i, const Layer& given) {
+    Layer& layer = layers_[i];
+    layer = given;
+    layer.input_norm = arena_.copy(given.input_norm, s_.hidden);
+    layer.mlp_norm = arena_.copy(given.mlp_norm, s_.hidden);
+    layer.q_norm = arena_.copy(given.q_norm, s_.head_dim);
+    layer.k_norm = arena_.copy(given.k_norm, s_.head_dim);
+    for (Matrix* m : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) keep(*m);
+    if (s_.cache != FP8_CACHE) return;
+    for (int h = 0; h < s_.kv_heads; ++h) {
+      *cache(i, h).key_scale = given.key_scale[h];
+      *cache(i, h).value_scale = given.value_scale[h];
+    }
+  }
+
+  void set_rope(int which, const float* cos, const float* sin) {
+    const size_t count = size_t(s_.max_length) * (s_.rotary / 2);
+    ropes_[2 * which] = arena_.copy(cos, count);
+    ropes_[2 * which + 1] = arena_.copy(sin, count);
+  }
+
+  // The embedding is row after row; without codes it is the head's own panels.
+  void set_ends(const Matrix& embedding, const float* norm, const Matrix& head) {
+    norm_ = arena_.copy(norm, s_.hidden);
+    keep(head_ = head);
+    embedding_ = embedding;
+    if (embedding.codes) keep(embedding_);
+  }
+
+  int length() const { return length_; }
+  void truncate(int length) { length_ = length; }
+  Pool& pool() const { return pool_; }
+
+  // Append tokens; logits [last, vocab] or the best tokens [last] of the last ones.
+  void forward(const int64_t* tokens, int count, int last, float* logits, int64_t* best) {
+    for (int begin = 0; begin < count; begin += BLOCK) {
+      const int rows = std::min(BLOCK, count - begin);
+      const int wanted = std::max(0, std::min(rows, begin + rows - (count - last)));
+      const int64_t done = std::max(0, begin - (count - last));
+      float* to = logits ? logits + done * s_.vocab : nullptr;
+      pool_.run([&](int thread) { pass(thread, tokens + begin, rows, wanted, to); });
+      if (best && wanted) collect_best(wanted, best + done);
+      length_ += rows;
+    }
+  }
+
+ private:
+  static Thread scratch_for(size_t rows, size_t widest) {
+    Thread t;
+    t.values = zeros<float>(rows * widest);
+    t.codes = zeros<int16_t>(rows * widest);
+    t.row_scale = zeros<float>(rows);
+    return t;
+  }
+
+  void keep(Matrix& m) {
+    const size_t lanes = size_t(m.panels()) * 8;
+    m.codes = arena_.copy(static_cast<const char*>(m.codes), m.bytes);
+    m.scale = arena_.copy(m.scale, lanes * m.groups());
+    m.bias = arena_.copy(m.bias, lanes);
+  }
+
+  HeadCache cache(int layer, int head) const {
+    const size_t at = 2 * (size_t(layer) * s_.kv_heads + head);
+    char* codes = cache_.get() + at * head_bytes_;
+    float* scale = cache_scale_.get() + at * scales_per_head_;
+    return {codes, codes + head_bytes_, scale, scale + scales_per_head_};
+  }
+
+  void pass(int thread, const int64_t* tokens, int rows, int wanted, float* logits) {
+    const int dims = s_.heads * s_.head_dim, features = static_cast<int>(rounded_up(s_.intermediate, 8));
+    for (int t; (t = pool_.claim()) < rows;)
+      run_.embed(embedding_.codes ? embedding_ : head_, !embedding_.codes, tokens[t], s_.embed_scale,
+                 hidden_.get() + t * row_stride_);
+    pool_.barrier();
+    for (int i = 0; i < s_.layers; ++i) {
+      const Layer& l = layers_[i];
+      project(thread, i, prepared(thread, l.qkv, hidden_.get(), row_stride_, l.input_norm, rows));
+      attend(thread, i, rows);
+      add(thread, l.o, prepared(thread, l.o, mixed_.get(), dims, nullptr, rows));
+      feed(thread, l.gate_up, prepared(thread, l.gate_up, hidden_.get(), row_stride_, l.mlp_norm, rows));
+      add(thread, l.down, prepared(thread, l.down, gated_.get(), features, nullptr, rows));
+    }
+    if (!wanted) return;
+    const float* x = hidden_.get() + (rows - wanted) * row_stride_;
+    decide(thread, prepared(thread, head_, x, row_stride_, norm_, wanted), logits);
+  }
+
+  // Rows as matrix `m` reads them: normed (if there are gains), rounded. Few rows: each thread has its own copy.
+  Rows prepared(int thread, const Matrix& m, const float* x, int64_t x_stride, const float* gain, int count) {
+    const bool own = count <= OWN_ROWS;
+    Rows rows = (own ? threads_[thread] : shared_).rows();
+    rows.stride = row_stride_;
+    rows.count = count;
+    if (own) {
+      for (int t = 0; t < count; ++t) prepare(m, x + t * x_stride, gain, rows, t);
+    } else {
+      for (int t; (t = pool_.claim()) < count;) prepare(m, x + t * x_stride, gain, rows, t);
+      pool_.barrier();
+    }
+    return rows;
+  }
+
+  void prepare(const Matrix& m, const float* x, const float* gain, const Rows& rows, int t) const {
+    float* values = rows.values + t * rows.stride;
+    if (gain) run_.norm(x, gain, s_.norm_eps, m.k, values);
+    else std::memcpy(values, x, sizeof(float) * m.k);
+    if (m.input == FP8_INPUT) run_.round_fp8(values, m.k, m.input_scale);
+    if (m.input != INT8_INPUT) return;
+    int16_t* codes = rows.codes + t * rows.stride;
+    run_.quantize_int8(values, m.k, m.input_scale, codes, rows.scale + t);
+    if (m.k % 2) codes[m.k] = 0;
+  }
+
+  // Run `done(first panel, panels, outputs [rows][stride])` over the pieces of a matmul that this thread gets.
+  template <class Done>
+  void pieces(int thread, const Matrix& m, const Rows& x, int panels, const Done& done) {
+    Thread& own = threads_[thread];
+    const int64_t stride = panels * 8;
+    for (int first; (first = pool_.claim() * panels) < m.panels();) {
+      const int count = std::min(panels, m.panels() - first);
+      run_.matmul(m, x, first, first + count, own.scratch.get(), own.out.get(), stride);
+      done(first, count, own.out.get(), stride);
+    }
+    pool_.barrier();
+  }
+
+  // Small enough that threads end together, large enough to stream: a multiple of 4 panels.
+  int piece(const Matrix& m) const {
+    return std::clamp(m.panels() / (8 * pool_.size()) / 4 * 4, 4, MOST_PANELS);
+  }
+
+  void project(int thread, int i, const Rows& x) {
+    const Layer& l = layers_[i];
+    const int dim = s_.head_dim;
+    pieces(thread, l.qkv, x, dim / 8, [&](int first, int, float* out, int64_t stride) {
+      const int head = first * 8 / dim;
+      for (int t = 0; t < x.count; ++t) finish_head(i, head, length_ + t, t, out + t * stride);
+    });
+  }
+
+  void finish_head(int i, int head, int position, int t, float* x) {
+    const Layer& l = layers_[i];
+    const int dim = s_.head_dim, keys = head - s_.heads, values = keys - s_.kv_heads;
+    if (values >= 0) return run_.store_value(s_.cache, cache(i, values), x, dim, position);
+    const float* gain = keys < 0 ? l.q_norm : l.k_norm;
+    if (gain) run_.norm(x, gain, s_.norm_eps, dim, x);
+    const int64_t angles = int64_t(position) * (s_.rotary / 2);
+    run_.rotate(x, ropes_[2 * l.rope] + angles, ropes_[2 * l.rope + 1] + angles, s_.rotary);
+    if (keys >= 0) return run_.store_key(s_.cache, cache(i, keys), x, dim, position);
+    std::memcpy(query_.get() + (int64_t(t) * s_.heads + head) * dim, x, sizeof(float) * dim);
+  }
+
+  void attend(int thread, int i, int rows) {
+    const int dim = s_.head_dim, shared_by = s_.heads / s_.kv_heads, window = layers_[i].window;
+    for (int n; (n = pool_.claim()) < rows * s_.heads;) {
+      const int t = n % rows, head = n / rows, end = length_ + t + 1;
+      const int begin = window ? std::max(0, end - window) : 0;
+      const int64_t at = (int64_t(t) * s_.heads + head) * dim;
+      run_.attend(s_.cache, cache(i, head / shared_by), query_.get() + at, dim, begin, end, s_.attention_scale,
+                  threads_[thread].scores.get(), mixed_.get() + at);
+    }
+    pool_.barrier();
+  }
+
+  void add(int thread, const Matrix& m, const Rows& x) {
+    pieces(thread, m, x, piece(m), [&](int first, int count, float* out, int64_t stride) {
+      const int n = std::min(count * 8, m.n - first * 8);
+      for (int t = 0; t < x.count; ++t) {
+        float* to = hidden_.get() + t * row_stride_ + first * 8;
+        for (int j = 0; j < n; ++j) to[j] += out[t * stride + j];
+      }
+    });
+  }
+
+  void feed(int thread, const Matrix& m, const Rows& x) {
+    const int64_t features = static_cast<int64_t>(rounded_up(s_.intermediate, 8));
+    pieces(thread, m, x, piece(m), [&](int first, int count, float* out, int64_t stride) {
+      for (int t = 0; t < x.count; ++t)
+        run_.gate(s_.activation, out + t * stride, count / 2, gated_.get() + t * features + first * 4);
+    });
+  }
+
+  void decide(int thread, const Rows& x, float* logits) {
+    Thread& own = threads_[thread];
+    std::fill_n(own.best.get(), x.count, -3e38f);
+    std::fill_n(own.best_token.get(), x.count, int64_t{0});
+    pieces(thread, head_, x, piece(head_), [&](int first, int count, float* out, int64_t stride) {
+      const int n = std::min(count * 8, head_.n - first * 8);
+      for (int t = 0; t < x.count; ++t) {
+        const float* from = out + t * stride;
+        if (logits) std::memcpy(logits + int64_t(t) * s_.vocab + first * 8, from, sizeof(float) * n);
+        else
+          for (int j = 0; j < n; ++j)
+            if (from[j] > own.best[t]) own.best[t] = from[j], own.best_token[t] = first * 8 + j;
+      }
+    });
+  }
+
+  // A thread takes pieces in rising order, so it holds the first of its equals; among threads the lower token wins.
+  void collect_best(int rows, int64_t* best) const {
+    for (int t = 0; t < rows; ++t) {
+      const Thread* winner = &threads_[0];
+      for (const Thread& other : threads_)
+        if (other.best[t] > winner->best[t] ||
+            (other.best[t] == winner->best[t] && other.best_token[t] < winner->best_token[t]))
+          winner = &other;
+      best[t] = winner->best_token[t];
+    }
+  }
+
+  Pool& pool_;
+  const Shape s_;
+  const Kernels& run_;
+  Arena arena_;
+  std::vector<Layer> layers_;
+  std::vector<const float*> ropes_;
+  Matrix embedding_{}, head_{};
+  const float* norm_ = nullptr;
+  int64_t row_stride_;
+  Buffer<float> hidden_, query_, mixed_, gated_, cache_scale_;
+  Buffer<char> cache_;
+  size_t head_bytes_, scales_per_head_;
+  Thread shared_;
+  std::vector<Thread> threads_;
+  int length_ = 0;
+};
+
+const Kernels* fastest() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &avx2_kernels;
+#endif
+  return &portable_kernels;
+}
+
+// Runs `body`; no exception crosses the C interface.
+template <class Body>
+bool guarded(const Body& body) {
+  try {
+    body();
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+}  // namespace qspec
+
+using qspec::Model;
+using qspec::Pool;
+
+// Name of the instruction set that this CPU gets, or with `portable` of the one that runs anywhere.
+QSPEC_API const char* qspec_isa(int portable) { return (portable ? &qspec::portable_kernels : qspec::fastest())->name; }
+
+QSPEC_API Pool* qspec_pool(int threads) {
+  Pool* pool = nullptr;
+  qspec::guarded([&] { pool = new Pool(threads); });
+  return pool;
+}
+
+QSPEC_API void qspec_pool_free(Pool* pool) {
+  if (pool && pool->usable()) delete pool;
+}
+
+QSPEC_API Model* qspec_model(Pool* pool, const qspec::Shape* shape, int portable) {
+  Model* model = nullptr;
+  qspec::guarded([&] { model = new Model(*pool, *shape, portable ? qspec::portable_kernels : *qspec::fastest()); });
+  return model;
+}
+
+QSPEC_API void qspec_model_free(Model* model) { delete model; }
+QSPEC_API int qspec_set_layer(Model* m, int i, const qspec::Layer* l) { return qspec::guarded([&] { m->set_layer(i, *l); }); }
+QSPEC_API int qspec_set_rope(Model* m, int i, const float* cos, const float* sin) {
+  return qspec::guarded([&] { m->set_rope(i, cos, sin); });
+}
+QSPEC_API int qspec_set_ends(Model* m, const qspec::Matrix* embedding, const float* norm, const qspec::Matrix* head) {
+  return qspec::guarded([&] { m->set_ends(*embedding, norm, *head); });
+}
+QSPEC_API int qspec_length(const Model* m) { return m->length(); }
+QSPEC_API void qspec_truncate(Model* m, int length) { m->truncate(length); }
+
+// 0: done; 1: this process was forked from the one whose threads the pool holds; 2: out of memory.
+QSPEC_API int qspec_forward(Model* m, const int64_t* tokens, int count, int last, float* logits, int64_t* best) {
+  if (!m->pool().usable()) return 1;
+  return qspec::guarded([&] { m->forward(tokens, count, last, logits, best); }) ? 0 : 2;
+}
+
+// Floats of a plain read of `count` floats by all threads: what memory gives at best, the ceiling of decoding.
+QSPEC_API float qspec_read(Pool* pool, const float* data, int64_t count) {
+  std::vector<float> sums(pool->size() * 16);
+  pool->run([&](int thread) {
+    const int64_t begin = count * thread / pool->size() / 64 * 64, end = count * (thread + 1) / pool->size() / 64 * 64;
+    float lanes[64] = {};
+    for (int64_t i = begin; i + 64 <= end; i += 64)
+      for (int j = 0; j < 64; ++j) lanes[j] += data[i + j];
+    for (float lane : lanes) sums[thread * 16] += lane;
+  });
+  float total = 0;
+  for (float s : sums) total += s;
+  return total;
+}

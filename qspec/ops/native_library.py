@@ -1,0 +1,102 @@
+"""The C++ core as a shared library: found beside its sources, or compiled once into a cache folder.
+
+A wheel that was built where there is a C++ compiler holds the library (`hatch_build.py`); an editable checkout, or a
+wheel built without one, compiles at first use. Names carry a digest of the sources and the flags, so that a library
+never belongs to other sources. Instruction sets are chosen at run time: one library fits every CPU of an architecture.
+Only the standard library is imported here, because the build hook runs without torch.
+"""
+
+from collections.abc import Sequence
+import hashlib
+import os
+from pathlib import Path
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+
+SOURCES = Path(__file__).parents[1] / "native"
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # sums are what the source says, on every compiler
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
+UNIT_FLAGS = {"kernels_avx2.cpp": ("-mavx2", "-mfma", "-mf16c")}
+"""Flags of single files, on x86-64 only."""
+
+
+class NoLibrary(Exception):
+    """There is no library and none can be made; the message says why."""
+
+
+def library() -> Path:
+    """Path of the library for these sources; compiles it if need be. Raises `NoLibrary`."""
+    name = library_name()
+    for folder in (SOURCES, cache_folder()):
+        if (folder / name).exists():
+            return folder / name
+    return build(cache_folder())
+
+
+def library_name() -> str:
+    """File name with a digest of what the library is made from."""
+    digest = hashlib.sha256(repr((FLAGS, UNIT_FLAGS, platform.machine(), sys.platform)).encode())
+    for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return f"qspec-{digest.hexdigest()[:16]}.so"
+
+
+def cache_folder() -> Path:
+    """Where libraries made at first use lie: `$XDG_CACHE_HOME/qspec`, by default `~/.cache/qspec`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qspec"
+
+
+def compiler() -> str | None:
+    """The C++ compiler: `$CXX`, or the first usual one on the path."""
+    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def build(folder: Path) -> Path:
+    """Compile the library into `folder`, whole or not at all. Raises `NoLibrary`."""
+    cxx = compiler()
+    if cxx is None or sys.platform not in ("linux", "darwin"):
+        raise NoLibrary("there is no C++ compiler (c++, g++ or clang++)" if cxx is None else f"no {sys.platform} build")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = _compile(cxx, Path(scratch))
+            return made.replace(folder / library_name())
+    except OSError as error:
+        raise NoLibrary(f"{folder} cannot be written ({error.strerror})") from error
+
+
+def _compile(cxx: str, scratch: Path) -> Path:
+    sources = sorted(SOURCES.glob("*.cpp"))
+    objects = [scratch / f"{source.stem}.o" for source in sources]
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    commands = [
+        [cxx, *FLAGS, *(UNIT_FLAGS.get(source.name, ()) if x86 else ()), "-c", str(source), "-o", str(made)]
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    _run_all(commands)
+    made = scratch / "library.so"
+    _run_all([[cxx, "-shared", "-pthread", *map(str, objects), "-o", str(made)]])
+    return made
+
+
+def _run_all(commands: Sequence[Sequence[str]]) -> None:
+    """Run commands side by side; raises `NoLibrary` with the first error line if one fails."""
+    running = [subprocess.Popen(c, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for c in commands]
+    said = [process.communicate()[1] for process in running]
+    for process, text in zip(running, said, strict=True):
+        if process.returncode:
+            first = next((line for line in text.splitlines() if "error" in line), text.strip()[:200])
+            raise NoLibrary(f"the C++ compiler failed: {first}")
