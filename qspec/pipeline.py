@@ -31,9 +31,9 @@ from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
 from qspec.stages.kv_choice import choose_kv
 from qspec.stages.load import load, resolve_arch
-from qspec.stages.open_pair import LoadedPair, compute_dtype, open_pair
+from qspec.stages.open_pair import LoadedPair, compute_dtype, draft_policy, open_pair, with_lookup
 from qspec.stages.package import package, seal, source_dtype, stored_dtype
-from qspec.stages.pad import match_rows
+from qspec.stages.pad import match_rows, real_rows
 from qspec.stages.planned import PlannedPair
 from qspec.stages.prepare import prepare, prepared_arch
 from qspec.stages.preview import admit
@@ -247,22 +247,25 @@ def _bench(arms: Arms, progress: Progress) -> Speed:
     recipe, planned, pair, arch = arms.recipe, arms.planned, arms.pair, arms.originals.target.arch
     draft_bytes = planned.drafting.cost.weight_bytes if planned.drafting else 0
     drafters: dict[str, tuple[Drafter, float]] = {
-        "original": (pair.drafter, draft_bytes),
+        "original": (pair.new_drafter(), draft_bytes),
         "quantized": (pair.drafter, draft_bytes),
     }
     if isinstance(recipe.draft, ModelDraft) and arms.originals.draft is not None and planned.draft is not None:
         float_draft = arms.float_decoder(arms.originals.draft)
-        float_drafter = ModelDrafter(float_draft, arch.vocab_size, arch.eos_ids)
-        drafters["original"] = (float_drafter, planned.draft.plain.cost.weight_bytes)
+        tokens = real_rows(arms.originals.target.tokenizer)
+        float_drafter = ModelDrafter(float_draft, arch.vocab_size, arch.eos_ids, tokens)
+        drafters["original"] = (with_lookup(float_drafter, recipe.draft), planned.draft.plain.cost.weight_bytes)
     targets = {"original": (arms.original, planned.target.plain), "quantized": (pair.target, planned.target.bytes)}
     runs: dict[str, Arm] = {}
     for name, (target, size) in targets.items():
         plain = Arm(target, None, None, int(size.cost.weight_bytes), 0, size.cost.kv_bytes)
         drafter, weight = drafters[name]
-        runs[name] = plain
-        runs[f"{name} + draft"] = replace(plain, drafter=drafter, policy=pair.policy, draft_bytes=int(weight))
+        c_hat = planned.drafting.cost.ops / size.cost.ops if planned.drafting else 0.0
+        own = replace(plain, policy=draft_policy(recipe.speculation.draft_length), draft_bytes=int(weight), c_hat=c_hat)
+        runs[name], runs[f"{name} + draft"] = plain, replace(own, drafter=drafter)
     if not isinstance(recipe.draft, NgramDraft):
-        runs["quantized + prompt lookup"] = replace(runs["quantized"], drafter=NgramDrafter(), policy=pair.policy)
+        policy = draft_policy(recipe.speculation.draft_length)
+        runs["quantized + prompt lookup"] = replace(runs["quantized"], drafter=NgramDrafter(), policy=policy, c_hat=0.0)
     return bench(runs, arms.originals.target.tokenizer, recipe, progress, eos_ids=arch.eos_ids)
 
 

@@ -14,10 +14,11 @@ import time
 from typing import Any
 import warnings
 
+from convert_llama2c import convert
 import torch
 from torch import Tensor
 
-from qspec.bridges.text import windows
+from qspec.bridges.text import data_file, windows
 from qspec.errors import QspecError
 from qspec.eval_files import eval_dir
 from qspec.nn.decoder import Decoder
@@ -81,6 +82,17 @@ def arms_of(matrix: dict[str, Subject]) -> Iterator[Arm]:
         for contest, rules in subject.contests.items():
             for engine, parts in (("llmcompressor", rules.peers), ("qspec", rules.ours)):
                 yield from (Arm(model, subject, contest, engine, method) for method in parts)
+
+
+def missing(subject: Subject) -> str | None:
+    """Why the subject's model cannot be had here, None if it can; one of llama2.c is converted first."""
+    if subject.llama2c is None or Path(subject.model).exists():
+        return None
+    model, tokenizer = map(data_file, subject.llama2c)
+    if model is None or tokenizer is None:
+        return f"needs {' and '.join(subject.llama2c)} in QSPEC_DATA"
+    convert(model, tokenizer, Path(subject.model))
+    return None
 
 
 class Bench:
@@ -206,9 +218,10 @@ def main() -> None:
         for arm in chosen:
             print("done   " if arm.done else "to do  ", arm.name)
         return
+    absent = {arm.model: reason for arm in chosen if (reason := missing(arm.subject))}
     bench: Bench | None = None
     for arm in chosen:
-        if arm.done and not args.again:
+        if arm.model in absent or (arm.done and not args.again):
             continue
         if bench is None or bench.subject is not arm.subject:
             bench = Bench(arm.subject, progress)
@@ -217,7 +230,7 @@ def main() -> None:
         gc.collect()
     progress.close()
     write_baseline(BASELINES / f"{args.matrix.stem}.json", every)
-    print(*table(every), sep="\n")
+    print(*table(every), *(f"{model}: skipped, {reason}" for model, reason in absent.items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def data_names(recipe: Recipe, calibrates: bool = True) -> list[str]:
 def local_files(name: str) -> dict[str, Path]:
     """Files of a named data set on this machine: `test`, and `fewshot` if it has worked examples; {} when absent."""
     local = dataset(name).local
-    found = {"test": _local(local.file), "fewshot": _local(local.fewshot) if local.fewshot else None}
+    found = {"test": data_file(local.file), "fewshot": data_file(local.fewshot) if local.fewshot else None}
     paths = {key: path for key, path in found.items() if path is not None}
     return paths if "test" in paths and (local.fewshot is None or "fewshot" in paths) else {}
 
@@ -173,10 +173,11 @@ def _find(name: str) -> _Source:
         entry = DataSet(local=LocalFile(file=name), remote=own, text=("text",), category="category")
         return _Source(name, entry, path)
     entry = dataset(name)
-    return _Source(name, entry, _local(entry.local.file))
+    return _Source(name, entry, data_file(entry.local.file))
 
 
-def _local(file: str) -> Path | None:
+def data_file(file: str) -> Path | None:
+    """A file of the data folder (`$QSPEC_DATA`), None where it is absent."""
     path = Path(os.environ.get("QSPEC_DATA", "../shared/data")).expanduser() / file
     return path if path.is_file() else None
 

@@ -85,6 +85,19 @@ Buffer<T> zeros(size_t count) {
   return Buffer<T>(p);
 }
 
+// Row t of a matmul's inputs: copied (unless it is there already) and rounded as the matrix reads it.
+void prepare_row(const Kernels& run, const Matrix& m, const float* x, const Rows& rows, int t) {
+  float* values = rows.values + t * rows.stride;
+  if (m.input == INT8_INPUT) {
+    int16_t* codes = rows.codes + t * rows.stride;
+    run.quantize_int8(x, m.k, m.input_scale, codes, rows.scale + t);
+    if (m.k % 2) codes[m.k] = 0;
+    return;
+  }
+  if (x != values) std::memcpy(values, x, sizeof(float) * m.k);
+  if (m.input == FP8_INPUT) run.round_fp8(values, m.k, m.input_scale);
+}
+
 struct Thread {
   Buffer<float> out, scratch, scores, values, row_scale, best;
   Buffer<int16_t> codes;
@@ -149,6 +162,7 @@ class Model {
     if (embedding.codes) keep(embedding_);
   }
 
+  const Shape& shape() const { return s_; }
   int length() const { return length_; }
   void truncate(int length) { length_ = length; }
   Pool& pool() const { return pool_; }
@@ -226,12 +240,7 @@ class Model {
   void prepare(const Matrix& m, const float* x, const float* gain, const Rows& rows, int t) const {
     float* values = rows.values + t * rows.stride;
     if (gain) run_.norm(x, gain, s_.norm_eps, m.k, values);
-    else std::memcpy(values, x, sizeof(float) * m.k);
-    if (m.input == FP8_INPUT) run_.round_fp8(values, m.k, m.input_scale);
-    if (m.input != INT8_INPUT) return;
-    int16_t* codes = rows.codes + t * rows.stride;
-    run_.quantize_int8(values, m.k, m.input_scale, codes, rows.scale + t);
-    if (m.k % 2) codes[m.k] = 0;
+    prepare_row(run_, m, gain ? values : x, rows, t);
   }
 
   // Run `done(first panel, panels, outputs [rows][stride])` over the pieces of a matmul that this thread gets.
@@ -355,6 +364,19 @@ const Kernels* fastest() {
   return &portable_kernels;
 }
 
+void apply(Pool& pool, const Kernels& run, const Matrix& w, const float* x, int count, float* y) {
+  const int64_t stride = static_cast<int64_t>(rounded_up(w.k, 8)), out_stride = w.panels() * 8;
+  auto values = zeros<float>(count * stride), scales = zeros<float>(count), scratch = zeros<float>(2 * stride * 8);
+  auto codes = zeros<int16_t>(count * stride);
+  auto out = zeros<float>(count * out_stride);
+  const Rows rows{values.get(), codes.get(), scales.get(), stride, count};
+  for (int t = 0; t < count; ++t) prepare_row(run, w, x + int64_t(t) * w.k, rows, t);
+  pool.run([&](int thread) {
+    if (thread == 0) run.matmul(w, rows, 0, w.panels(), scratch.get(), out.get(), out_stride);
+  });
+  for (int t = 0; t < count; ++t) std::memcpy(y + int64_t(t) * w.n, out.get() + t * out_stride, sizeof(float) * w.n);
+}
+
 // Runs `body`; no exception crosses the C interface.
 template <class Body>
 bool guarded(const Body& body) {
@@ -402,13 +424,21 @@ QSPEC_API int qspec_set_ends(Model* m, const qspec::Matrix* embedding, const flo
 QSPEC_API int qspec_length(const Model* m) { return m->length(); }
 QSPEC_API void qspec_truncate(Model* m, int length) { m->truncate(length); }
 
-// 0: done; 1: this process was forked from the one whose threads the pool holds; 2: out of memory.
+// 0: done; 1: this process was forked from the one whose threads the pool holds; 2: out of memory; 3: no such token.
 QSPEC_API int qspec_forward(Model* m, const int64_t* tokens, int count, int last, float* logits, int64_t* best) {
   if (!m->pool().usable()) return 1;
+  for (int t = 0; t < count; ++t)
+    if (tokens[t] < 0 || tokens[t] >= m->shape().vocab) return 3;
   return qspec::guarded([&] { m->forward(tokens, count, last, logits, best); }) ? 0 : 2;
 }
 
-// Floats of a plain read of `count` floats by all threads: what memory gives at best, the ceiling of decoding.
+// One matmul [rows, n] of float inputs, rounded as the matrix says: for comparison with other implementations.
+QSPEC_API int qspec_linear(Pool* pool, int portable, const qspec::Matrix* w, const float* x, int rows, float* y) {
+  const auto& kernels = portable ? qspec::portable_kernels : *qspec::fastest();
+  return qspec::guarded([&] { qspec::apply(*pool, kernels, *w, x, rows, y); });
+}
+
+// Sum of a plain read of `count` floats by all threads: what memory gives at best, the ceiling of decoding.
 QSPEC_API float qspec_read(Pool* pool, const float* data, int64_t count) {
   std::vector<float> sums(pool->size() * 16);
   pool->run([&](int thread) {

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 class PassCost:
     """What one pass of a model costs.
 
-    weight_bytes W: read once per pass; kv_bytes k: read per cached token; ops: matmul operations per row (2 per
-    weight); attention_ops: operations per row and cached token.
+    weight_bytes W: read by a pass of one row; kv_bytes k: read per cached token; ops: matmul operations per row (2 per
+    weight that the row uses); attention_ops: operations per row and cached token. Of a mixture of experts, expert_bytes
+    are those of all experts, and a row uses expert_share of them: W holds that part.
     """
 
     weight_bytes: float
     kv_bytes: float
     ops: float
     attention_ops: float
+    expert_bytes: float = 0.0
+    expert_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,17 @@ class Rates:
     attention: float
 
 
-def bytes_moved(cost: PassCost, batch: int, context: int) -> float:
-    """What one pass reads: all weights once, and each sequence's cache."""
-    return cost.weight_bytes + batch * context * cost.kv_bytes
+def bytes_moved(cost: PassCost, batch: int, context: int, rows: int = 1) -> float:
+    """What one pass reads: weights once, and each sequence's cache; experts as if every row chose its own at random."""
+    unread = 1 - cost.expert_share
+    more_experts = cost.expert_bytes * (unread - unread ** (batch * rows))
+    return cost.weight_bytes + more_experts + batch * context * cost.kv_bytes
 
 
 def pass_seconds(cost: PassCost, rates: Rates, batch: int, context: int, rows: int) -> float:
     """Floor of one pass in seconds."""
     compute = cost.ops / rates.matmul + context * cost.attention_ops / rates.attention
-    return max(bytes_moved(cost, batch, context) / rates.bandwidth, batch * rows * compute)
+    return max(bytes_moved(cost, batch, context, rows) / rates.bandwidth, batch * rows * compute)
 
 
 def prefill_seconds(cost: PassCost, rates: Rates, length: int) -> float:
@@ -47,7 +52,9 @@ def prefill_seconds(cost: PassCost, rates: Rates, length: int) -> float:
 
 
 def ridge_rows(cost: PassCost, rates: Rates) -> float:
-    """Rows per pass up to which more rows are free (context ignored)."""
+    """Rows per pass up to which more rows are free (context ignored); of a mixture, a second row reads more experts."""
+    if cost.expert_bytes:
+        return 1.0
     return cost.weight_bytes / rates.bandwidth * rates.matmul / cost.ops
 
 

@@ -4,7 +4,8 @@ alpha: acceptance rate; gamma: draft length; c: seconds of a draft step / of a t
 arithmetic operations; verify cost: seconds of a target pass over gamma + 1 rows / over one row.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -49,6 +50,23 @@ def optimal_gamma(
         return tokens[gamma] / (gamma * c + (verify_cost(gamma + 1) if verify_cost else 1.0))
 
     return max(range(least, max_gamma + 1), key=speedup)
+
+
+def pass_cost(known: Mapping[int, float], rows: int) -> float:
+    """Cost of a pass over `rows` from measured ones: straight lines between, flat in front, the mean slope behind.
+
+    A cost that falls with the number of rows is noise: behind the last one it never does.
+    """
+    counts = sorted(known)
+    at = bisect_left(counts, rows)
+    if at == 0:
+        return known[counts[0]]
+    before = counts[at - 1]
+    if at < len(counts):
+        share = (rows - before) / (counts[at] - before)
+        return known[before] + share * (known[counts[at]] - known[before])
+    slope = (known[before] - known[counts[0]]) / max(1, before - counts[0])
+    return known[before] + max(0.0, slope) * (rows - before)
 
 
 def alpha_from_counts(drafted: Sequence[int], accepted: Sequence[int]) -> tuple[float, tuple[float, float]]:

@@ -80,9 +80,21 @@ def likeliest(path_probs_K: Sequence[float], budget: int) -> list[int]:
 
 
 def subtree(tree: Tree, nodes: Sequence[int]) -> Tree:
-    """The nodes of a tree that stay (ascending, with all their ancestors), renumbered."""
+    """Some nodes of a tree, parents first and no parent missing, numbered in this order."""
     renumbered = {-1: -1} | {node: i for i, node in enumerate(nodes)}
     return Tree([tree.tokens_K[node] for node in nodes], [renumbered[tree.parents_K[node]] for node in nodes])
+
+
+def spelled(tree: Tree, tokens: Sequence[int]) -> list[int]:
+    """The path from the root that spells as many of the leading `tokens` as any; the first of equal siblings."""
+    children_K1, path = children(tree.parents_K), list[int]()
+    for token in tokens:
+        node = path[-1] if path else -1
+        found = next((child for child in children_K1[node + 1] if tree.tokens_K[child] == token), None)
+        if found is None:
+            break
+        path.append(found)
+    return path
 
 
 def product_tree(tokens_DW: Sequence[Sequence[int]], probs_DW: Sequence[Sequence[float]], budget: int) -> Tree:

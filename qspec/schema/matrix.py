@@ -31,6 +31,9 @@ class Subject(Strict):
     """A model, the text it is calibrated and judged on, and what it takes part in."""
 
     model: str
+    llama2c: tuple[str, str] | None = Field(
+        default=None, description="model and tokenizer of llama2.c, in the data folder, that `model` is converted from"
+    )
     calibration: CalibrationSpec
     corpora: tuple[str, ...] = Field(min_length=1)
     windows: int = Field(ge=2)

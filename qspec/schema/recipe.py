@@ -33,10 +33,15 @@ class ModelSpec(Strict):
     quantization: QuantSpec = QuantSpec()
 
 
+Lookup = Literal["none", "ngram", "suffix"]
+"""What may draft before a draft model does: it goes first, the model drafts where it finds nothing or does worse."""
+
+
 class ModelDraft(ModelSpec):
     """A smaller model with the same tokenizer."""
 
     kind: Literal["model"]
+    lookup: Lookup = "none"
 
 
 class SelfDraft(Strict):
@@ -44,6 +49,7 @@ class SelfDraft(Strict):
 
     kind: Literal["self"]
     layers: int | None = Field(default=None, ge=1)
+    lookup: Lookup = "none"
     quantization: QuantSpec = QuantSpec(scheme="W4A16", group_size=64)
 
 
@@ -61,6 +67,22 @@ class NgramDraft(Strict):
         return self
 
 
+class SuffixDraft(Strict):
+    """Suffix lookup: continue the longest match in the running text and in earlier requests, by votes. No weights."""
+
+    kind: Literal["suffix"]
+    min_match: int = Field(default=2, ge=1, le=64)
+    max_match: int = Field(default=32, ge=1, le=1024)
+    across_requests: bool = True
+    memory_mb: float = Field(default=64, ge=0.1, le=1e6, description="10^6 bytes, for earlier requests and this one")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "SuffixDraft":
+        if self.min_match > self.max_match:
+            raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}; swap them")
+        return self
+
+
 class MlpDraft(Strict):
     """A combined token/embedding speculator (arXiv 2404.19124), pretrained; sizes as in its `config.json`."""
 
@@ -73,7 +95,9 @@ class MlpDraft(Strict):
     scale_input: bool = False
 
 
-Draft = Annotated[ModelDraft | SelfDraft | NgramDraft | MlpDraft, Field(discriminator="kind")]
+LookupDraft = NgramDraft | SuffixDraft
+"""Drafts without weights."""
+Draft = Annotated[ModelDraft | SelfDraft | LookupDraft | MlpDraft, Field(discriminator="kind")]
 
 
 class DataSpec(Strict):
@@ -101,22 +125,51 @@ class FusionSpec(Strict):
     fold_norms: bool = False
 
 
-class DraftLengthSpec(Strict):
-    """How many tokens to draft: always `k`, or from `k` with +2 when all were accepted and -1 otherwise."""
+BatchRange = tuple[
+    Annotated[int, Field(ge=1, le=MOST)], Annotated[int, Field(ge=1, le=MOST)], Annotated[int, Field(ge=0, le=64)]
+]
 
-    policy: Literal["fixed", "heuristic"] = "heuristic"
+
+class DraftLengthSpec(Strict):
+    """How many tokens to draft.
+
+    `fixed`: `k`. `heuristic`: from `k`, +2 when all were accepted and -1 otherwise. `confidence`: until the draft's own
+    probability of a token is below `threshold`, which adapts. `optimal`: what gains most at measured acceptance and
+    costs, down to none. All but `fixed` stay within `max_k`. `by_batch`: `[lo, hi, K]`, at most K from batch size lo to
+    hi (vLLM's num_speculative_tokens_per_batch_size).
+    """
+
+    policy: Literal["fixed", "heuristic", "confidence", "optimal"] = "heuristic"
     k: int = Field(default=5, ge=1, le=64)
     max_k: int = Field(default=16, ge=1, le=64)
+    threshold: float = Field(default=0.4, gt=0, lt=1, description="of confidence, at first")
+    by_batch: tuple[BatchRange, ...] = ()
 
     @property
     def longest(self) -> int:
         """The most that may be drafted at once."""
-        return self.max_k if self.policy == "heuristic" else self.k
+        return self.k if self.policy == "fixed" else self.max_k
 
     @model_validator(mode="after")
     def _ordered(self) -> "DraftLengthSpec":
-        if self.policy == "heuristic" and self.k > self.max_k:
+        if self.policy != "fixed" and self.k > self.max_k:
             raise ValueError(f"k {self.k} is above max_k {self.max_k}; raise max_k")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_use(self) -> "DraftLengthSpec":
+        if self.threshold != 0.4 and self.policy != "confidence":
+            raise ValueError(f"threshold {self.threshold} is for policy: confidence; omit it, or change the policy")
+        return self
+
+    @model_validator(mode="after")
+    def _covers_batches(self) -> "DraftLengthSpec":
+        last = 0
+        for lo, hi, _ in self.by_batch:
+            if not last < lo <= hi or (last == 0 and lo != 1):
+                fix = "give [lo, hi, K] in order, from batch size 1, that do not overlap"
+                raise ValueError(f"by_batch [{lo}, {hi}] does not continue what ends at {last}; {fix}")
+            last = hi
         return self
 
 

@@ -149,7 +149,8 @@ class Ratio(Record):
 class Acceptance(Record):
     """How drafts fared. `alpha` is per draft token examined; `tokens_per_step` = 1 + accepted / steps.
 
-    `per_position[i]` is the share of steps that drafted position i whose token there was accepted.
+    `per_position[i]` is the share of steps that drafted position i whose token there was accepted. `teacher_forced`:
+    alpha from both models' laws behind every token of the plain answers, without drafting (None: no draft model).
     """
 
     arm: str
@@ -162,12 +163,16 @@ class Acceptance(Record):
     alpha: Measurement
     tokens_per_step: float
     per_position: tuple[float, ...]
+    per_position_ci: tuple[tuple[float, float], ...] = ()
+    teacher_forced: Measurement | None = None
 
 
 class Prediction(Record):
     """Speedup of speculation from measured alpha, draft length and costs, beside the measured one.
 
-    `draft_cost` (c) is one draft token and `verify_cost` one verification, both over one plain step.
+    `draft_cost` (c) is one draft token and `verify_cost` one verification, both over one plain step, `verify_costs` the
+    latter by number of rows. `expected_tokens` per step follow from alpha. `best_length` (0: plain decoding) predicts
+    the largest speedup, `best`. `operations`: arithmetic per token over plain decoding's (theorem 3.11); None: unknown.
     """
 
     arm: str
@@ -179,6 +184,11 @@ class Prediction(Record):
     verify_cost: float
     predicted: float
     measured: float
+    expected_tokens: float | None = None
+    verify_costs: dict[int, float] = {}
+    best_length: int | None = None
+    best: float | None = None
+    operations: float | None = None
 
 
 class Mismatch(Record):

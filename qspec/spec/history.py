@@ -1,10 +1,11 @@
 """What draft-length policies remember: which draft tokens stood, how long passes take, and both by kind of request."""
 
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Generic, TypeVar
+
+from qspec.numerics.speedup import pass_cost
 
 T = TypeVar("T")
 
@@ -104,24 +105,9 @@ class Timings:
         return median(self._draft) if self._draft else 0.0
 
     def verify(self, most: int) -> list[float]:
-        """Seconds of a pass over 1 … `most` rows: medians, straight lines between them, the last slope beyond them."""
-        rows = sorted(self._verify)
-        known = [median(self._verify[n]) for n in rows]
-        return [_line(rows, known, n) for n in range(1, most + 1)]
-
-
-def _line(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
-    """Piecewise linear through sorted points; flat before the first, never falling beyond the last."""
-    if not xs:
-        return 0.0
-    at = bisect_left(xs, x)
-    if at == 0:
-        return ys[0]
-    if at < len(xs):
-        share = (x - xs[at - 1]) / (xs[at] - xs[at - 1])
-        return ys[at - 1] + share * (ys[at] - ys[at - 1])
-    slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0]) if len(xs) > 1 else 0.0
-    return ys[-1] + max(0.0, slope) * (x - xs[-1])
+        """Seconds of a pass over 1 … `most` rows: medians, and lines between them."""
+        known = {rows: median(seconds) for rows, seconds in self._verify.items()} or {1: 0.0}
+        return [pass_cost(known, rows) for rows in range(1, most + 1)]
 
 
 def _bin(confidence: float) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from qspec.bridges.text import origin, prompt_tokens, prompts
 from qspec.nn.lm import LM
@@ -13,7 +14,11 @@ from qspec.progress import Progress
 from qspec.records import Tokenizer
 from qspec.schema.recipe import BenchmarkSpec, Recipe
 from qspec.schema.results import Measurement, Mismatch, Scalar, Speed
+from qspec.spec.drafters.combined import CombinedDrafter
+from qspec.spec.drafters.model import ModelDrafter
+from qspec.spec.drafters.suffix import SuffixDrafter
 from qspec.spec.engine import generate
+from qspec.spec.stats import teacher_forced_betas
 from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
 from qspec.stages import bench_stats
 from qspec.stages.bench_stats import ArmFacts, Request, Run
@@ -21,6 +26,8 @@ from qspec.stages.bench_stats import ArmFacts, Request, Run
 WARM_UP_TOKENS = 4
 BANDWIDTH_BYTES = 256 << 20
 """Larger than any last-level cache in reach, small enough for a laptop."""
+FORCED_PROMPTS = 32
+"""Prompts whose answers teacher-forced acceptance is measured on."""
 NEAR_TIE = 0.02
 """Gap to the best logit, in standard deviations of the logits, that rounding explains (bfloat16: 2^-8 per product)."""
 
@@ -29,8 +36,10 @@ NEAR_TIE = 0.02
 class Arm:
     """A target with or without a draft. Sizes feed the bandwidth ceiling; 0 means not known.
 
+    Arms share no drafter and no policy that learns: one would teach the other. What a drafter remembers of earlier
+    requests is forgotten between repeats, which would ask it what it has answered.
     weight_bytes: weights that one target pass reads; draft_bytes: the same for one draft token; kv_bytes_per_token:
-    target cache bytes of one position.
+    target cache bytes of one position; c_hat: arithmetic operations of a draft token / of a target row.
     """
 
     target: LM
@@ -39,6 +48,7 @@ class Arm:
     weight_bytes: int = 0
     draft_bytes: int = 0
     kv_bytes_per_token: float = 0.0
+    c_hat: float | None = None
 
 
 def bench(
@@ -67,7 +77,8 @@ def bench(
     runs = measure(arms, requests, recipe, eos_ids, progress)
     facts = {name: _facts(name, arms) for name in arms}
     mismatches = _find_mismatches(arms, facts, requests, runs)
-    return bench_stats.summarize(facts, requests, runs, mismatches, bandwidth(), condition)
+    betas = _teacher_forced(arms, facts, requests, runs, recipe)
+    return bench_stats.summarize(facts, requests, runs, mismatches, bandwidth(), condition, betas)
 
 
 def load_requests(spec: BenchmarkSpec, tokenizer: Tokenizer, room: int) -> tuple[list[Request], bool]:
@@ -92,20 +103,40 @@ def measure(
     """Warm every arm up, then run repeat by repeat, prompt by prompt, all arms in turns (the first one rotates)."""
     spec = recipe.benchmark
 
-    def run(name: str, prompt: list[int], temperature: float, seed: int, most: int) -> Generation:
+    def run(name: str, request: Request, temperature: float, seed: int, most: int) -> Generation:
         arm, generator = arms[name], torch.Generator().manual_seed(seed)
         sampling = Sampling(temperature, recipe.speculation.top_k, recipe.speculation.top_p)
-        return generate(arm.target, arm.drafter, arm.policy, prompt, most, sampling, eos_ids, generator)
+        return generate(
+            arm.target,
+            arm.drafter,
+            arm.policy,
+            request.tokens,
+            most,
+            sampling,
+            eos_ids,
+            generator,
+            domain=request.category,
+        )
 
     for name in arms:
-        run(name, requests[0].tokens, 0.0, recipe.seed, min(WARM_UP_TOKENS, spec.max_new_tokens))
+        run(name, requests[0], 0.0, recipe.seed, min(WARM_UP_TOKENS, spec.max_new_tokens))
     jobs = list(_turns(list(arms), len(requests), spec))
     runs: list[Run] = []
+    asked: tuple[float, int] | None = None
     for temperature, repeat, index, name in progress.track(jobs, "benchmark", len(jobs), "run"):
+        if asked != (temperature, repeat):
+            asked = temperature, repeat
+            _forget(arms)
         seed = recipe.seed + repeat * len(requests) + index
-        generation = run(name, requests[index].tokens, temperature, seed, spec.max_new_tokens)
+        generation = run(name, requests[index], temperature, seed, spec.max_new_tokens)
         runs.append(Run(name, temperature, repeat, index, generation))
     return runs
+
+
+def _forget(arms: Mapping[str, Arm]) -> None:
+    for arm in arms.values():
+        if isinstance(arm.drafter, SuffixDrafter | CombinedDrafter):
+            arm.drafter.forget()
 
 
 def bandwidth(repeats: int = 5) -> Measurement:
@@ -140,7 +171,33 @@ def _facts(name: str, arms: Mapping[str, Arm]) -> ArmFacts:
         weight_bytes=arm.weight_bytes,
         draft_bytes=arm.draft_bytes,
         kv_bytes_per_token=arm.kv_bytes_per_token,
+        c_hat=arm.c_hat,
     )
+
+
+def _teacher_forced(
+    arms: Mapping[str, Arm],
+    facts: Mapping[str, ArmFacts],
+    requests: list[Request],
+    runs: list[Run],
+    recipe: Recipe,
+) -> dict[tuple[str, float], Tensor]:
+    """Acceptance rates of draft models behind every token of the plain arms' first answers, by arm and temperature."""
+    found: dict[tuple[str, float], list[Tensor]] = {}
+    models = {name: model for name, arm in arms.items() if (model := _draft_model(arm.drafter)) is not None}
+    for run in runs:
+        if run.repeat == 0 and run.prompt < FORCED_PROMPTS:
+            sampling = Sampling(run.temperature, recipe.speculation.top_k, recipe.speculation.top_p)
+            prompt, answer = requests[run.prompt].tokens, run.generation.tokens
+            for name in (name for name in models if facts[name].plain == run.arm):
+                betas = teacher_forced_betas(arms[name].target, models[name], prompt, answer, sampling)
+                found.setdefault((name, run.temperature), []).append(betas)
+    return {key: torch.cat(betas) for key, betas in found.items()}
+
+
+def _draft_model(drafter: Drafter | None) -> LM | None:
+    inner = drafter.model if isinstance(drafter, CombinedDrafter) else drafter
+    return inner.lm if isinstance(inner, ModelDrafter) else None
 
 
 def _find_mismatches(

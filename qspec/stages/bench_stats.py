@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
+from torch import Tensor
+
+from qspec.numerics.fidelity import bootstrap_ci
 from qspec.numerics.paired import geometric_mean, quartiles
 from qspec.schema.results import (
     Acceptance,
@@ -49,6 +52,7 @@ class ArmFacts:
     weight_bytes: int = 0
     draft_bytes: int = 0
     kv_bytes_per_token: float = 0.0
+    c_hat: float | None = None
 
 
 def summarize(
@@ -58,8 +62,9 @@ def summarize(
     mismatches: Mapping[str, list[Mismatch]],
     bandwidth: Measurement,
     condition: dict[str, Scalar],
+    betas: Mapping[tuple[str, float], Tensor] | None = None,
 ) -> Speed:
-    """All of `Speed` from the runs of every arm."""
+    """All of `Speed` from the runs of every arm; `betas`: teacher-forced acceptance rates by arm and temperature."""
     baseline = next((name for name, fact in facts.items() if not fact.speculative), None)
     arms: list[ArmSpeed] = []
     ratios: list[Ratio] = []
@@ -73,10 +78,11 @@ def summarize(
             own = [ratio for other in partners if other and (ratio := _ratio(name, other, by_arm))]
             ratios += own
             if fact.speculative:
-                acceptance += _acceptance(name, by_arm[name], requests)
+                forced = (betas or {}).get((name, temperature))
+                acceptance += _acceptance(name, by_arm[name], requests, forced)
                 measured = next((r.speedup.value for r in own if r.baseline == fact.plain), None)
                 if fact.plain is not None and measured is not None:
-                    predictions += _prediction(name, fact.plain, by_arm, measured)
+                    predictions += _prediction(name, fact, by_arm, measured)
     compared = [name for name, fact in facts.items() if fact.speculative and fact.plain is not None]
     greedy = {name: sum(r.arm == name and r.temperature == 0 for r in runs) for name in compared}
     return Speed(
@@ -176,7 +182,7 @@ def _ratio(name: str, baseline: str, by_arm: Mapping[str, Sequence[Run]]) -> Rat
     )
 
 
-def _acceptance(name: str, runs: Sequence[Run], requests: Sequence[Request]) -> list[Acceptance]:
+def _acceptance(name: str, runs: Sequence[Run], requests: Sequence[Request], betas: Tensor | None) -> list[Acceptance]:
     """Pooled over all prompts (`all`), then by category."""
     groups = {"all": list(runs)}
     for run in runs:
@@ -202,13 +208,25 @@ def _acceptance(name: str, runs: Sequence[Run], requests: Sequence[Request]) -> 
                 alpha=alpha,
                 tokens_per_step=stats.tokens_per_step,
                 per_position=stats.per_position,
+                per_position_ci=stats.per_position_ci,
+                teacher_forced=_teacher_forced(betas) if category == "all" else None,
             )
         )
     return found
 
 
-def _prediction(name: str, plain: str, by_arm: Mapping[str, Sequence[Run]], measured: float) -> list[Prediction]:
+def _teacher_forced(betas: Tensor | None) -> Measurement | None:
+    if betas is None or not len(betas):
+        return None
+    metric = "acceptance rate alpha, mean sum of minima behind the plain answers' tokens"
+    mean_beta, ci = float(betas.mean()), bootstrap_ci(betas)
+    return Measurement(metric=metric, value=mean_beta, unit="per token", n=len(betas), ci=ci)
+
+
+def _prediction(name: str, fact: ArmFacts, by_arm: Mapping[str, Sequence[Run]], measured: float) -> list[Prediction]:
     """Speedup by the model of arXiv 2211.17192 with measured inputs, beside the measured one."""
+    plain = fact.plain
+    assert plain is not None
     steps, plain_steps = _steps(by_arm[name]), _steps(by_arm[plain])
     if not steps or not plain_steps:
         return []
@@ -225,8 +243,18 @@ def _prediction(name: str, plain: str, by_arm: Mapping[str, Sequence[Run]], meas
             verify_cost=stats.verify_cost,
             predicted=stats.predicted_speedup,
             measured=measured,
+            expected_tokens=stats.expected_tokens,
+            verify_costs=dict(stats.verify_costs),
+            best_length=stats.best_length,
+            best=stats.best_speedup,
+            operations=None if fact.c_hat is None else _operations(steps, fact.c_hat),
         )
     ]
+
+
+def _operations(steps: Sequence[StepRecord], c_hat: float) -> float:
+    """Rows computed per token that came out, a draft's row counted as `c_hat`."""
+    return sum(s.drafted * c_hat + s.drafted + 1 for s in steps) / sum(s.accepted + 1 for s in steps)
 
 
 def _equality(name: str, fact: ArmFacts, n: int, mismatches: Sequence[Mismatch]) -> Equality:

@@ -12,7 +12,7 @@ from qspec.provenance import sha256_file
 from qspec.records import ArchMap, QuantizedModel, Tokenizer, layer_number
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
 from qspec.schema.problems import validate
-from qspec.schema.recipe import NgramDraft, Recipe
+from qspec.schema.recipe import LookupDraft, Recipe
 
 _FETCH = "package the pair again, or fetch an intact copy"
 
@@ -51,7 +51,7 @@ def _check_recipe(manifest: Manifest) -> Recipe:
         rule = f"is listed, but the recipe says {recipe.draft.kind!r}"
         raise IntegrityError(f"{NAME}: draft kind {manifest.draft.kind!r}", rule, _FETCH)
     folders = (manifest.target.folder, manifest.draft.folder)
-    if folders != ("target", None if isinstance(recipe.draft, NgramDraft) else "draft"):
+    if folders != ("target", None if isinstance(recipe.draft, LookupDraft) else "draft"):
         raise IntegrityError(f"{NAME}: folders {folders}", "a pair's halves lie in target and draft", _FETCH)
     return recipe
 

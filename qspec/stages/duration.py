@@ -30,8 +30,12 @@ class Step:
 
 @dataclass(frozen=True)
 class HalfCost:
-    """What `steps` knows of one half: the pass before quantization, its spec, and whether it sees calibration text."""
+    """What `steps` knows of one half: its spec, and whether it sees calibration text.
 
+    weights: bytes of all before quantization; cost: of a pass then.
+    """
+
+    weights: float
     cost: PassCost
     spec: QuantSpec
     calibrated: bool
@@ -40,7 +44,7 @@ class HalfCost:
 def steps(recipe: Recipe, halves: list[HalfCost]) -> list[Step]:
     """Estimate by stage; `halves` are the target and, if it has weights to quantize, the draft."""
     rate, bandwidth = speeds()
-    moved = sum(half.cost.weight_bytes for half in halves)
+    moved = sum(half.weights for half in halves)
     found = [Step("load", "read the weights", moved / DISK), *_quantization(recipe, halves, rate, bandwidth)]
     if recipe.evaluation.fidelity is not None:
         tokens = recipe.evaluation.fidelity.windows * recipe.evaluation.fidelity.length
@@ -67,7 +71,7 @@ def _quantization(recipe: Recipe, halves: list[HalfCost], rate: float, bandwidth
     tokens = recipe.calibration.samples * recipe.calibration.length
     seen = sum(half.cost.ops for half in halves if half.calibrated)
     found = [Step("calibrate", f"{tokens:,} tokens", tokens * seen / rate)] if seen else []
-    passes = 8 * sum(half.cost.weight_bytes for half in halves) / bandwidth
+    passes = 8 * sum(half.weights for half in halves) / bandwidth
     search = sum(half.spec.smoothing.grid * SAMPLE_ROWS * half.cost.ops for half in halves if half.spec.smoothing)
     second_order = sum(2 * tokens * half.cost.ops for half in halves if half.spec.method != "rtn")
     return [*found, Step("quantize", "8 passes over the weights, searches", passes + (search + second_order) / rate)]

@@ -8,7 +8,7 @@ from qspec.records import ArchMap
 from qspec.schema.devices import ADA, DeviceSheet, read_device
 from qspec.schema.manifest import Served
 from qspec.schema.quantization import KVSpec, QuantSpec
-from qspec.schema.recipe import MlpDraft, ModelDraft, NgramDraft, Recipe, SelfDraft
+from qspec.schema.recipe import MlpDraft, ModelDraft, NgramDraft, Recipe, SelfDraft, SuffixDraft
 from qspec.stages.build_plan import kv_scheme
 from qspec.stages.kv_served import kv_flag, refusal, skip_flag
 
@@ -16,6 +16,11 @@ _NO_SPARSE = "no server runs dense + sparse weights (outliers); qspec's own engi
 _STOPS_AT_SPARSE = "stops at format dense-and-sparse: it cannot run outliers"
 _STOPS_AT_E5M2 = "stops at type float8_e5m2 where a layer has it (the notes tell): it reads float8 as E4M3 only"
 _READS_NO_INT8_EXPERTS = "stops at INT8 experts: it unpacks those in INT4 and FP8 only"
+_VLLM_LACKS = {
+    "heuristic": "+2/-1 heuristic",
+    "confidence": "threshold of draft confidence",
+    "optimal": "draft length that follows measured cost",
+}
 _IGNORES_TRANSFORMS = "loads without rotation.r4's transform (it ignores transform_config) and computes garbage"
 
 
@@ -26,13 +31,19 @@ def exports(recipe: Recipe, sheet: DeviceSheet, arch: ArchMap | None = None) -> 
 
 def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, Any] | None:
     """The value of vLLM's --speculative-config; `draft` is the draft's folder. None: vLLM cannot serve this draft."""
-    k = recipe.speculation.draft_length.k
+    length = recipe.speculation.draft_length
+    k, by_batch = length.k, [list(entry) for entry in length.by_batch]
+    batches = {"num_speculative_tokens_per_batch_size": by_batch} if by_batch else {}
     match recipe.draft:
         case NgramDraft(min_ngram=low, max_ngram=high):
-            return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": low, "prompt_lookup_max": high}
+            lookup = {"method": "ngram", "num_speculative_tokens": k}
+            return lookup | {"prompt_lookup_min": low, "prompt_lookup_max": high} | batches
+        case SuffixDraft(max_match=most, across_requests=across):
+            depth = {"num_speculative_tokens": k, "suffix_decoding_max_tree_depth": most + k}
+            return {"method": "suffix", **depth} | ({} if across else {"suffix_decoding_max_cached_requests": 0})
         case MlpDraft():
             return None
-    config: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": k}
+    config: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, **batches}
     if recipe.draft.quantization.scheme != "none":
         config["quantization"] = "compressed-tensors"
     config["kv_cache_dtype"] = draft_kv_dtype(recipe)
@@ -80,13 +91,17 @@ def transformers_snippet(recipe: Recipe, capability: int | None, pair: str = "pa
     if isinstance(recipe.draft, NgramDraft):
         assistant = f"prompt_lookup_num_tokens={recipe.speculation.draft_length.k}"
     elif isinstance(recipe.draft, ModelDraft | SelfDraft):
-        schedule = "heuristic" if recipe.speculation.draft_length.policy == "heuristic" else "constant"
+        length = recipe.speculation.draft_length
+        schedule = "heuristic" if length.policy == "heuristic" else "constant"
+        first = length.max_k if length.policy == "confidence" else length.k
         lines += [
             f'draft = AutoModelForCausalLM.from_pretrained("{pair}/draft", dtype="auto")',
-            f"draft.generation_config.num_assistant_tokens = {recipe.speculation.draft_length.k}",
+            f"draft.generation_config.num_assistant_tokens = {first}",
             f'draft.generation_config.num_assistant_tokens_schedule = "{schedule}"',
             "draft.generation_config.do_sample = False",
         ]
+        if length.policy == "confidence":
+            lines.append(f"draft.generation_config.assistant_confidence_threshold = {length.threshold}")
     else:
         assistant = ""
     lines += [
@@ -161,9 +176,13 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
     served, k = True, recipe.speculation.draft_length.k
     match recipe.draft:
         case MlpDraft():
-            served, detail = False, "mlp_speculator is gone since 0.33; use kind: model, self or ngram"
+            served, detail = False, "mlp_speculator is gone since 0.33; use kind: model, self, ngram or suffix"
         case NgramDraft():
             detail = "method ngram: needs no draft files"
+        case SuffixDraft():
+            detail = "method suffix: needs no draft files, but `pip install --no-deps arctic-inference==0.1.1`"
+            if recipe.speculation.draft_length.by_batch:
+                detail += "; by_batch is left out, it is not proven with this method"
         case SelfDraft() | ModelDraft() as draft:
             served, detail = _vllm_weights(draft.quantization, sheet, "draft")
             if served:
@@ -175,8 +194,10 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
             served, detail = False, "on CPU both halves need the same KV dtype, vLLM aborts otherwise"
         else:
             detail += "; on CPU greedy only (temperatures are lost there)"
-    if served and recipe.speculation.draft_length.policy == "heuristic":
-        detail += f"; draft length fixed at {k}, vLLM has no +2/-1 heuristic"
+    if served and (lacking := _VLLM_LACKS.get(recipe.speculation.draft_length.policy)):
+        detail += f"; draft length fixed at {k}, vLLM has no {lacking}"
+    if served and isinstance(recipe.draft, ModelDraft | SelfDraft) and recipe.draft.lookup != "none":
+        detail += "; it drafts with the model alone, without lookup"
     return Served(runtime="vllm", part="draft", served=served, detail=detail)
 
 
@@ -198,6 +219,9 @@ def _transformers(recipe: Recipe, arch: ArchMap | None) -> tuple[Served, ...]:
     match recipe.draft:
         case NgramDraft():
             draft = Served(runtime="transformers", part="draft", served=True, detail="prompt_lookup_num_tokens")
+        case SuffixDraft():
+            detail = "has no suffix lookup; prompt_lookup_num_tokens is nearest to it"
+            draft = Served(runtime="transformers", part="draft", served=False, detail=detail)
         case MlpDraft():
             draft = Served(runtime="transformers", part="draft", served=False, detail="has no MLP speculator")
         case _:

@@ -38,7 +38,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one half. `resident`: all weights; `cost`: of a decoding pass, where an embedding row is free."""
+    """Bytes of one half. `resident`: all weights; `cost`: of a decoding pass, where an embedding row is free.
+
+    A token reads `experts_per_token` of its layer's experts.
+    """
 
     groups: Mapping[str, Group]
     embedding_bytes: int
@@ -71,6 +74,8 @@ def footprint(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], kv: KVSc
     shared_head = arch.tied and schemes["lm_head"] is None
     linear_bytes = sum(group.bytes for group in groups.values())
     linear_parameters = sum(group.parameters for group in groups.values())
+    experts = _group(arch, schemes, [layer for layer in schemes if ".experts." in layer], width)
+    share = arch.experts_per_token / arch.n_experts if arch.n_experts else 0.0
     other = _small_tensors(arch)
     return Footprint(
         groups=groups,
@@ -78,10 +83,12 @@ def footprint(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], kv: KVSc
         other_bytes=other * width,
         parameters=linear_parameters + other + (0 if arch.tied else embedding),
         cost=PassCost(
-            weight_bytes=linear_bytes + other * width,
+            weight_bytes=linear_bytes + other * width - round((1 - share) * experts.bytes),
             kv_bytes=kv_bytes_per_token(arch, kv, width),
-            ops=2 * linear_parameters,
+            ops=2 * (linear_parameters - round((1 - share) * experts.parameters)),
             attention_ops=4 * arch.n_layers * arch.n_heads * arch.head_dim,
+            expert_bytes=experts.bytes,
+            expert_share=share,
         ),
     )
 

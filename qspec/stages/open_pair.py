@@ -17,12 +17,25 @@ from qspec.ops.select import Kernels
 from qspec.records import ArchMap, QuantizedModel
 from qspec.schema.manifest import NAME, Manifest
 from qspec.schema.problems import validate
-from qspec.schema.recipe import MOST_SEED, Dtype, NgramDraft, Recipe
+from qspec.schema.recipe import (
+    MOST_SEED,
+    DraftLengthSpec,
+    Dtype,
+    LookupDraft,
+    ModelDraft,
+    NgramDraft,
+    Recipe,
+    SelfDraft,
+    SuffixDraft,
+)
 from qspec.spec import draft_length, engine
+from qspec.spec.drafters.combined import CombinedDrafter
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
+from qspec.spec.drafters.suffix import SuffixDrafter
 from qspec.spec.stats import SpecStats
 from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
+from qspec.stages.pad import real_rows
 
 _TIMED_STEPS = 5
 _UNFINISHED = "\ufffd"
@@ -65,10 +78,13 @@ class LoadedPair:
         seed: int = 0,
         speculative: bool = True,
         on_text: Callable[[str], None] | None = None,
+        domain: str = "",
     ) -> Completion:
         """Answer `prompt` (through the chat template, if there is one); the law is the target's, drafts or not.
 
-        Sampling defaults are the recipe's. `on_text` receives text as soon as it is certain.
+        Sampling defaults are the recipe's. `on_text` receives text as soon as it is certain. `domain` names the kind of
+        request, for draft lengths that learn (`confidence`, `optimal`); under these the same seed may give another
+        sample of the same law.
         """
         if not 0 <= seed <= MOST_SEED:
             raise RecipeError(f"seed {seed}", f"must lie in 0 to {MOST_SEED}", "choose another")
@@ -89,11 +105,20 @@ class LoadedPair:
             self.model.arch.eos_ids,
             torch.Generator().manual_seed(seed),
             stream.add,
+            domain,
         )
         stats = None
         if any(step.drafted for step in generation.steps):
             stats = SpecStats.from_steps(generation.steps, self._plain_step_seconds())
         return Completion(stream.finish(), generation, stats)
+
+    def new_drafter(self) -> Drafter:
+        """A drafter on the same draft model, with a memory of its own."""
+        if isinstance(self.recipe.draft, LookupDraft):
+            return lookup_drafter(self.recipe.draft)
+        assert isinstance(self.recipe.draft, ModelDraft | SelfDraft)
+        model = self.drafter.model if isinstance(self.drafter, CombinedDrafter) else self.drafter
+        return with_lookup(model, self.recipe.draft)
 
     def _plain_step_seconds(self) -> float:
         """Median time of one plain decoding step at the present context length."""
@@ -115,10 +140,9 @@ def open_pair(folder: str | Path, kernels: Kernels = "auto") -> LoadedPair:
         raise IntegrityError(str(folder), f"holds no readable {NAME}", "give the folder of a pair") from error
     recipe = validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
     target = compressed.read(folder / "target")
-    draft = None if isinstance(recipe.draft, NgramDraft) else compressed.read(folder / "draft")
+    draft = None if isinstance(recipe.draft, LookupDraft) else compressed.read(folder / "draft")
     length = recipe.speculation.max_length or target.arch.max_positions
     options: dict[str, Any] = {"dtype": compute_dtype(recipe.dtype), "kernels": kernels}
-    lengths = recipe.speculation.draft_length
     return LoadedPair(
         folder,
         manifest,
@@ -127,8 +151,28 @@ def open_pair(folder: str | Path, kernels: Kernels = "auto") -> LoadedPair:
         draft,
         Decoder.from_quantized(target, max_length=length, **options),
         _drafter(recipe, target.arch, draft, length, options),
-        draft_length.build(lengths.policy, lengths.k, lengths.max_k),
+        draft_policy(recipe.speculation.draft_length),
     )
+
+
+def draft_policy(spec: DraftLengthSpec) -> DraftLength:
+    """A policy of its own: one that learns must not be shared by different pairs."""
+    return draft_length.build(spec.policy, spec.k, spec.max_k, spec.threshold, spec.by_batch)
+
+
+def lookup_drafter(spec: NgramDraft | SuffixDraft) -> Drafter:
+    """The drafter of a draft without weights."""
+    if isinstance(spec, NgramDraft):
+        return NgramDrafter(spec.min_ngram, spec.max_ngram)
+    return SuffixDrafter(spec.min_match, spec.max_match, spec.memory_mb, spec.across_requests)
+
+
+def with_lookup(model: Drafter, draft: ModelDraft | SelfDraft) -> Drafter:
+    """A draft model behind the lookup that its recipe asks for, at that kind's defaults."""
+    if draft.lookup == "none":
+        return model
+    lookup = NgramDraft(kind="ngram") if draft.lookup == "ngram" else SuffixDraft(kind="suffix")
+    return CombinedDrafter(lookup_drafter(lookup), model)
 
 
 def compute_dtype(name: Dtype) -> torch.dtype:
@@ -139,11 +183,13 @@ def compute_dtype(name: Dtype) -> torch.dtype:
 def _drafter(
     recipe: Recipe, arch: ArchMap, draft: QuantizedModel | None, length: int, options: dict[str, Any]
 ) -> Drafter:
-    if isinstance(recipe.draft, NgramDraft):
-        return NgramDrafter(recipe.draft.min_ngram, recipe.draft.max_ngram)
+    if isinstance(recipe.draft, LookupDraft):
+        return lookup_drafter(recipe.draft)
     assert draft is not None
-    positions = min(length, draft.arch.max_positions)
-    return ModelDrafter(Decoder.from_quantized(draft, max_length=positions, **options), arch.vocab_size, arch.eos_ids)
+    assert isinstance(recipe.draft, ModelDraft | SelfDraft)
+    decoder = Decoder.from_quantized(draft, max_length=min(length, draft.arch.max_positions), **options)
+    tokens = real_rows(draft.tokenizer)
+    return with_lookup(ModelDrafter(decoder, arch.vocab_size, arch.eos_ids, tokens), recipe.draft)
 
 
 class _TextStream:

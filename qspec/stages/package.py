@@ -16,7 +16,7 @@ from qspec.provenance import atomic_write, environment, require_space, sha256_fi
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest, TokenizerInfo, Validity
-from qspec.schema.recipe import ModelDraft, NgramDraft, Recipe, SelfDraft
+from qspec.schema.recipe import LookupDraft, ModelDraft, Recipe, SelfDraft
 from qspec.stages.check import (
     check,
     check_heads,
@@ -148,17 +148,18 @@ def _half(kind: Literal["model", "self"], folder: str, model: QuantizedModel) ->
 
 def _draft_half(recipe: Recipe, draft: QuantizedModel | None) -> Half:
     if draft is None:
-        assert isinstance(recipe.draft, NgramDraft), f"draft kind {recipe.draft.kind} needs a model"
-        return Half(kind="ngram")
+        assert isinstance(recipe.draft, LookupDraft), f"draft kind {recipe.draft.kind} needs a model"
+        return Half(kind=recipe.draft.kind)
     assert isinstance(recipe.draft, ModelDraft | SelfDraft)
     return _half(recipe.draft.kind, DRAFT, draft)
 
 
 def _speculation(recipe: Recipe, kv: KVScheme | None) -> dict[str, Any]:
-    """Draft length and sampling as the recipe says, the n-gram's own settings, and the command that serves the pair."""
+    """Draft length and sampling as the recipe says, a lookup's own settings, and the command that serves the pair."""
     settings = recipe.speculation.model_dump(mode="json") | {"vllm_command": vllm_command(recipe, kv=kv)}
-    ngram = isinstance(recipe.draft, NgramDraft)
-    return settings | ({"ngram": recipe.draft.model_dump(mode="json", exclude={"kind"})} if ngram else {})
+    draft = recipe.draft
+    own = {draft.kind: draft.model_dump(mode="json", exclude={"kind"})} if isinstance(draft, LookupDraft) else {}
+    return settings | own
 
 
 def _files(pair: Path, below: str = ".") -> tuple[FileEntry, ...]:

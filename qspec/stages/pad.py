@@ -4,9 +4,14 @@ from dataclasses import replace
 
 import torch.nn.functional as F
 
-from qspec.records import LoadedModel
+from qspec.records import LoadedModel, Tokenizer
 
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def real_rows(tokenizer: Tokenizer) -> int:
+    """Rows that stand for tokens; those behind are padding, and what they predict is never drafted."""
+    return max(tokenizer.vocabulary().values()) + 1
 
 
 def match_rows(draft: LoadedModel, rows: int) -> LoadedModel:

@@ -139,7 +139,10 @@ class PlannedPair:
     def steps(self) -> list[Step]:
         """Stages of the job with their estimated seconds."""
         halves = [half for half in (self.target, self.draft) if half is not None]
-        costs = [HalfCost(h.plain.cost, h.spec, bool(needs_statistics(h.schemes, h.plan, h.spec))) for h in halves]
+        costs = [
+            HalfCost(h.plain.resident, h.plain.cost, h.spec, bool(needs_statistics(h.schemes, h.plan, h.spec)))
+            for h in halves
+        ]
         return steps(self.recipe, costs)
 
 

@@ -43,7 +43,7 @@ def refuse_unbuilt(recipe: Recipe) -> None:
         raise RecipeError(
             "draft.kind 'mlp_speculator'",
             "is planned only: qspec does not run MLP speculators, and vLLM serves none since 0.33",
-            "use kind: model (a smaller model), self (a copy of the target) or ngram (prompt lookup)",
+            "use kind: model (a smaller model), self (a copy of the target), or ngram or suffix (lookup)",
         )
 
 

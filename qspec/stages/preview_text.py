@@ -91,7 +91,8 @@ def _speed(view: View) -> Iterator[str]:
     yield f"  quantization alone: {speed['quantization_alone']:.2f}x the original"
     yield f"  a draft step costs c = {speed['cost_ratio_c']:.3f} of a target step"
     if speed["target_step_ms"] is not None:
-        yield f"  target step at least {speed['target_step_ms']:.2f} ms; {speed['free_rows']} rows per pass are free"
+        rows = f"{speed['free_rows']} rows per pass are free" if speed["free_rows"] > 1 else "no second row is free"
+        yield f"  target step at least {speed['target_step_ms']:.2f} ms; {rows}"
     for gain in speed["speculation"]:
         yield (
             f"  alpha {gain['alpha']} assumed: {gain['tokens_per_step']:.2f} tokens per step, "
@@ -109,7 +110,10 @@ def _batch(gain: View, speed: View) -> str:
     if speed["target_step_ms"] is None:
         return "batch limit unknown until measured"
     batch = gain["stops_paying_at_batch"]
-    return f"stops paying at batch {batch}" if batch else f"pays at every batch that fits (to {speed['largest_batch']})"
+    if batch:
+        return f"stops paying at batch {batch}"
+    largest = f"{speed['largest_batch']} sequences, the most that fit"
+    return f"pays up to {largest}" if gain["best_gamma"] else f"pays at {largest}"
 
 
 def _time(view: View) -> Iterator[str]:

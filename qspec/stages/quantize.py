@@ -15,7 +15,7 @@ from qspec.numerics.codes import symmetric_scale
 from qspec.numerics.outliers import SparseMatrix, split
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, TensorScheme
 from qspec.progress import Progress
-from qspec.records import ArchMap, LayerStats, LoadedModel, QLinear, QuantizedModel, fused_with
+from qspec.records import ArchMap, LayerStats, LoadedModel, QLinear, QuantizedModel, fused_with, layer_number
 from qspec.stages.kv_scales import key_biases, kv_scales, largest_seen
 
 
@@ -40,7 +40,6 @@ def quantize(
     for unit in (progress or Progress(quiet=True)).track(units, "quantize", len(units), "layers"):
         linears |= quantize_unit(model, unit, schemes[unit[0]], stats, notes)
     scales = kv_scales(model.arch, plan.kv, stats, notes)
-    notes.extend(unseen_experts(model.arch, schemes, stats))
     notes.extend(key_biases(model, plan.kv, stats))
     owned = {f"{layer}.{part}" for layer in schemes for part in ("weight", "bias")}
     return QuantizedModel(
@@ -159,20 +158,28 @@ def static_input_scale(
     return symmetric_scale(amax, scheme.fmt)
 
 
-def unseen_experts(arch: ArchMap, schemes: Container[str], stats: LayerStats | None) -> list[str]:
-    """A sentence per decoder layer in which calibration sent no token to some quantized experts."""
-    found: list[str] = []
+def unseen_experts(arch: ArchMap, quantized: Container[str], stats: LayerStats | None) -> dict[str, int]:
+    """How many quantized experts calibration sent no token to, by decoder layer; layers without one are left out."""
     if stats is None or not stats.tokens:
-        return found
-    for layer in arch.layers:
-        first = [f"{mlp}.gate_proj" for mlp in arch.mlps(layer)] if arch.router(layer) else []
-        missed = sum(name in schemes and name not in stats.amax_K for name in first)
-        if missed:
-            found.append(
-                f"{layer}: {missed} of {len(first)} experts saw no calibration token; static input scales are the "
-                "largest of its other experts, weights are rounded without statistics."
-            )
-    return found
+        return {}
+    first = {layer: [f"{mlp}.gate_proj" for mlp in arch.mlps(layer)] for layer in arch.layers if arch.router(layer)}
+    missed = {
+        layer: sum(name in quantized and name not in stats.amax_K for name in names) for layer, names in first.items()
+    }
+    return {layer: count for layer, count in missed.items() if count}
+
+
+def unseen_notes(arch: ArchMap, unseen: Mapping[str, int]) -> list[str]:
+    """At most one sentence, on all layers of the whole model."""
+    if not unseen:
+        return []
+    worst = max(unseen, key=lambda layer: unseen[layer])
+    experts = arch.n_experts * len(arch.routers())
+    return [
+        f"{sum(unseen.values())} of {experts} experts saw no calibration token (most in layer {layer_number(worst)}: "
+        f"{unseen[worst]} of {arch.n_experts}); their static input scales are the largest of their layer's other "
+        "experts, their weights are rounded without statistics."
+    ]
 
 
 def _input_amax(unit: Sequence[str], scheme: TensorScheme, stats: LayerStats) -> Tensor:

@@ -165,7 +165,18 @@ def _arms(speed: Speed, name: Naming) -> Table:
 def _acceptance(speed: Speed, name: Naming) -> list[Block]:
     if not speed.acceptance:
         return []
-    columns = ("arm", "prompts", "steps", "drafted", "accepted", "α", "95 % CI", "tokens/step", "by position")
+    columns = (
+        "arm",
+        "prompts",
+        "steps",
+        "drafted",
+        "accepted",
+        "α",
+        "95 % CI",
+        "α forced",
+        "tokens/step",
+        "by position",
+    )
     rows = tuple(
         (
             f"{name(a.arm, a.temperature)}: {a.category}",
@@ -175,19 +186,33 @@ def _acceptance(speed: Speed, name: Naming) -> list[Block]:
             str(a.accepted),
             number(a.alpha.value),
             interval(a.alpha.ci, 2),
+            "" if a.teacher_forced is None else number(a.teacher_forced.value),
             number(a.tokens_per_step),
             " ".join(number(share, 2) for share in a.per_position[:8]) + (" …" if len(a.per_position) > 8 else ""),
         )
         for a in speed.acceptance
     )
-    caption = "α: accepted / tested draft tokens; tokens/step = 1 + accepted / steps"
+    caption = (
+        "α: accepted / tested draft tokens; forced: from both models' laws behind each token of the plain answers;"
+        " tokens/step = 1 + accepted / steps"
+    )
     return [Heading("Acceptance by kind of prompt"), Table(caption, columns, rows)]
 
 
 def _predictions(speed: Speed, name: Naming) -> list[Block]:
     if not speed.predictions:
         return []
-    columns = ("arm", "α", "draft length", "draft cost c", "verify cost", "predicted", "measured")
+    columns = (
+        "arm",
+        "α",
+        "draft length",
+        "draft cost c",
+        "verify cost",
+        "operations",
+        "predicted",
+        "measured",
+        "best length",
+    )
     rows = tuple(
         (
             name(p.arm, p.temperature),
@@ -195,8 +220,10 @@ def _predictions(speed: Speed, name: Naming) -> list[Block]:
             number(p.draft_length),
             number(p.draft_cost),
             number(p.verify_cost),
+            "" if p.operations is None else f"{number(p.operations)}×",
             f"{number(p.predicted)}×",
             f"{number(p.measured)}×",
+            "" if p.best_length is None or p.best is None else f"{p.best_length} ({number(p.best)}×)",
         )
         for p in speed.predictions
     )

@@ -2,11 +2,13 @@
 
 Hidden states of all rows are kept, and the float weights and second moments of one piece at a time. Some rows are held
 out of the second moments: on them damping is chosen, and there feedback must beat rounding to nearest, or is not taken.
+What was chosen is then fitted to all rows.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 import logging
 from statistics import median
 
@@ -70,30 +72,56 @@ def refine(
 
 
 class _Sums:
-    """Over the tokens of some rows: `X^T X` of what a layer reads, `D^T X` and `D^T D` of what that lacks of exact."""
+    """Over the tokens of some rows: `X^T X` of what a layer reads, and `D^T X` of what that lacks of exact inputs."""
 
     def __init__(self, width: int) -> None:
-        self.read_KK, self.drift_KK, self.lack_KK = (torch.zeros(width, width) for _ in range(3))
+        self.read_KK, self.drift_KK = torch.zeros(width, width), torch.zeros(width, width)
 
     def add(self, x_TK: Tensor, lack_TK: Tensor) -> None:
         self.read_KK.addmm_(x_TK.T, x_TK)
         self.drift_KK.addmm_(lack_TK.T, x_TK)
-        self.lack_KK.addmm_(lack_TK.T, lack_TK)
 
 
 class _Inputs:
-    """What is known of one input: sums over the rows to fit, and over those to judge by."""
+    """What is known of one input: sums over the rows to fit, over those to judge by (with `D^T D`), and over all."""
 
     def __init__(self, width: int) -> None:
         self.fit, self.held_out = _Sums(width), _Sums(width)
+        self.lack_KK = torch.zeros(width, width)
+        self._final: dict[float, gptq.Factor | None] = {}
+
+    def add(self, x_TK: Tensor, lack_TK: Tensor, held_out: bool) -> None:
+        (self.held_out if held_out else self.fit).add(x_TK, lack_TK)
+        if held_out:
+            self.lack_KK.addmm_(lack_TK.T, lack_TK)
+
+    @cached_property
+    def whole(self) -> _Sums:
+        sums = _Sums(0)
+        sums.read_KK, sums.drift_KK = (
+            self.fit.read_KK + self.held_out.read_KK,
+            self.fit.drift_KK + self.held_out.drift_KK,
+        )
+        return sums
+
+    @cached_property
+    def trials(self) -> list[gptq.Factor | None]:
+        """Factors of the rows to fit, one per damping that is tried."""
+        return [gptq.factor(self.fit.read_KK, damping) for damping in DAMPINGS]
+
+    def final(self, damping: float) -> gptq.Factor | None:
+        """The factor of all rows, made once per damping."""
+        if damping not in self._final:
+            self._final[damping] = gptq.factor(self.whole.read_KK, damping)
+        return self._final[damping]
 
 
 class _Judge:
     """Squared error of answers on X against a weight on X + D: `|(W - A) X + W D|^2`, from sums."""
 
-    def __init__(self, w_NK: Tensor, sums: _Sums) -> None:
-        self._w_NK, self._sums, self._moved_NK = w_NK, sums, w_NK @ sums.drift_KK
-        self._least = _dot(w_NK @ sums.lack_KK, w_NK)
+    def __init__(self, w_NK: Tensor, seen: _Inputs) -> None:
+        self._w_NK, self._sums, self._moved_NK = w_NK, seen.held_out, w_NK @ seen.held_out.drift_KK
+        self._least = _dot(w_NK @ seen.lack_KK, w_NK)
 
     def error(self, answer_NK: Tensor) -> float:
         delta_NK = self._w_NK - answer_NK
@@ -123,21 +151,20 @@ def _inputs(
             linear = rounded.linears[layer]
             read = x_TK if linear.activation is None else fake_quantize(x_TK, linear.activation, linear.input_scale)
             lack = (x_TK if ".experts." in layer else wanted[layer]) - read
-            sums = found.setdefault(layer, _Inputs(x_TK.shape[1]))
-            (sums.held_out if row in held_out else sums.fit).add(read, lack)
+            found.setdefault(layer, _Inputs(x_TK.shape[1])).add(read, lack, row in held_out)
     return found
 
 
 def _observed(decoder: Decoder, x_TK: Tensor) -> dict[str, Tensor]:
-    """All that an observer is shown while a piece runs over one row, float32."""
-    seen: dict[str, Tensor] = {}
+    """All that an observer is shown while a piece runs over one row, float32; a window of the KV cache cuts the row."""
+    seen: dict[str, list[Tensor]] = {}
 
     def keep(name: str, x: Tensor) -> None:
-        seen[name] = x.float()
+        seen.setdefault(name, []).append(x.float())
 
     decoder.observer = keep
     advanced(decoder, [x_TK])
-    return seen
+    return {name: torch.cat(parts, -2) for name, parts in seen.items()}
 
 
 def _decoder(model: QuantizedModel, states: Sequence[Tensor]) -> Decoder:
@@ -151,51 +178,56 @@ def _choices(
     for first, seen in inputs.items():
         block, _, part = first.rpartition(".")
         layers = [f"{block}.{reader}" for reader in _READERS[part]] if part in _READERS else [first]
-        factors = [gptq.factor(seen.fit.read_KK, damping) for damping in DAMPINGS]
         for layer in layers:
             weight = piece.lm_head() if layer == "lm_head" else piece.tensors[f"{layer}.weight"]
-            yield layer, *_best(layer, weight.float(), linears[layer], seen, factors)
+            yield layer, *_best(layer, weight.float(), linears[layer], seen)
 
 
-def _best(
-    layer: str, w_NK: Tensor, linear: QLinear, seen: _Inputs, factors: Sequence[gptq.Factor | None]
-) -> tuple[QTensor, Choice]:
-    """The damping of least error on held-out rows, and rounding to nearest where none is better than that."""
-    rounded, judge = linear.weight, _Judge(w_NK, seen.held_out)
+def _best(layer: str, w_NK: Tensor, linear: QLinear, seen: _Inputs) -> tuple[QTensor, Choice]:
+    """The dampings of least error on held-out rows, and rounding to nearest where none is better than that."""
+    rounded, judge = linear.weight, _Judge(w_NK, seen)
     apart_NK = torch.zeros(()) if linear.outliers is None else linear.outliers.dense()
     rounding = judge.error(rounded.dequantize() + apart_NK)
-    reason = "no gain on held-out rows" if any(factors) else "no factor of the second moments"
-    weight, best = rounded, Choice(layer, None, False, f"rounding to nearest, {reason}", 1.0)
-    aim_NK = _aim(w_NK, seen, judge, factors) - apart_NK
-    for asked, factor in zip(DAMPINGS, factors, strict=True):
+    reason = "no gain on held-out rows" if any(seen.trials) else "no factor of the second moments"
+    best = Choice(layer, None, False, f"rounding to nearest, {reason}", 1.0)
+    aim_NK, aimed = _aim(w_NK, seen, judge)
+    for asked, factor in zip(DAMPINGS, seen.trials, strict=True):
         if factor is None:
             continue
-        fed = gptq.feed_back(aim_NK, rounded, factor)
+        fed = gptq.feed_back(aim_NK - apart_NK, rounded, factor)
         ratio = judge.error(fed.dequantize() + apart_NK) / rounding if rounding else 1.0
         if ratio < best.ratio:
             raised = factor.damping != asked
             reason = f"gptq, damping {factor.damping:g}{' (raised)' if raised else ''}"
-            weight, best = fed, Choice(layer, factor.damping, raised, reason, ratio)
-    return weight, best
+            best = Choice(layer, factor.damping, raised, reason, ratio)
+    final = None if best.damping is None else seen.final(best.damping)
+    if final is None:
+        return rounded, best
+    return gptq.feed_back(_refitted(w_NK, seen, aimed) - apart_NK, rounded, final), best
 
 
-def _aim(w_NK: Tensor, seen: _Inputs, judge: _Judge, factors: Sequence[gptq.Factor | None]) -> Tensor:
-    """`w`, corrected for what was rounded before it as far as that helps on held-out rows."""
-    best_NK, least, moved_NK = w_NK, judge.error(w_NK), w_NK @ seen.fit.drift_KK
-    for factor in factors:
-        if factor is not None:
-            tried_NK = gptq.corrected(w_NK, moved_NK, factor)
-            error = judge.error(tried_NK)
-            if error < least:
-                best_NK, least = tried_NK, error
-    return best_NK
+def _aim(w_NK: Tensor, seen: _Inputs, judge: _Judge) -> tuple[Tensor, float | None]:
+    """`w`, corrected for what was rounded before it as far as that helps on held-out rows, and the damping of that."""
+    best_NK, damping, least, moved_NK = w_NK, None, judge.error(w_NK), w_NK @ seen.fit.drift_KK
+    for factor in filter(None, seen.trials):
+        tried_NK = gptq.corrected(w_NK, moved_NK, factor)
+        error = judge.error(tried_NK)
+        if error < least:
+            best_NK, damping, least = tried_NK, factor.damping, error
+    return best_NK, damping
+
+
+def _refitted(w_NK: Tensor, seen: _Inputs, damping: float | None) -> Tensor:
+    """`_aim` on all rows, at the damping that it chose."""
+    factor = None if damping is None else seen.final(damping)
+    return w_NK if factor is None else gptq.corrected(w_NK, w_NK @ seen.whole.drift_KK, factor)
 
 
 def notes(choices: Sequence[Choice], rows: int) -> list[str]:
     """Sentences for the report: how many layers gained, by how much, and which were exceptions."""
     taken = [choice for choice in choices if choice.damping is not None]
     judged = len(range(rows)[HELD_OUT])
-    fitted = f"fitted to {rows - judged} texts, judged on {judged} others"
+    fitted = f"chosen on {judged} of {rows} texts that the others were fitted to, then fitted to all"
     lines = [f"GPTQ: {len(taken)} of {len(choices)} layers, {fitted}."]
     if taken:
         ratio = median(choice.ratio for choice in taken)

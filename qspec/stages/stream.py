@@ -24,7 +24,7 @@ from qspec.stages import choose, sequential, transform
 from qspec.stages.build_plan import needs_statistics
 from qspec.stages.calibrate import calibrate_piece
 from qspec.stages.pieces import embedded, piece_plan, pieces
-from qspec.stages.quantize import quantize
+from qspec.stages.quantize import quantize, unseen_experts, unseen_notes
 from qspec.stages.store import Store
 
 FLOAT, QUANTIZED = "float", "quantized"
@@ -121,6 +121,7 @@ def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str
         quantized, choices, after[QUANTIZED] = sequential.refine(piece, quantized, states[FLOAT], states[QUANTIZED])
     record = {
         "sidecar": sidecar.encode(quantized),
+        "unseen_experts": unseen_experts(piece.arch, quantized.linears, stats),
         "rewrites": asdict(rewrites),
         "decisions": [decision.record() for decision in decisions],
         "choices": [asdict(choice) for choice in choices],
@@ -137,6 +138,8 @@ def _assemble(
     decisions = [choose.Decision.read(record) for piece in store.records for record in piece["decisions"]]
     notes += choose.choice_notes(decisions, job.spec)
     notes += [note for record in store.records for note in json.loads(record["sidecar"])["notes"]]
+    unseen = {layer: count for record in store.records for layer, count in record["unseen_experts"].items()}
+    notes += unseen_notes(model.arch, unseen)
     choices = [sequential.Choice(**choice) for record in store.records for choice in record["choices"]]
     if choices:
         notes += sequential.notes(choices, texts)

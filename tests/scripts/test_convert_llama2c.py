@@ -1,5 +1,6 @@
 """A model of llama2.c as a transformers folder: its own greedy text, transformers' logits, its own token ids."""
 
+from itertools import pairwise
 import json
 from pathlib import Path
 import struct
@@ -14,7 +15,17 @@ from qspec.schema.recipe import ModelSpec
 from qspec.spec.engine import generate
 from qspec.spec.types import Sampling
 from qspec.stages.load import load
-from scripts.convert_llama2c import BOS, BYTES, STANDARD, config_of, convert, half_split, merges, read_model, read_pieces
+from scripts.convert_llama2c import (
+    BOS,
+    BYTES,
+    STANDARD,
+    config_of,
+    convert,
+    half_split,
+    merges,
+    read_model,
+    read_pieces,
+)
 
 PIECES = [(" a", 0.0), ("ab", -1.0), ("bab", -2.0), (" ", -3.0), ("a", -4.0), ("b", -5.0)]
 
@@ -45,7 +56,7 @@ def encode(text: str, pieces: list[tuple[str, float]]) -> list[int]:
     for character in f" {text}" if text else "":
         found += [ids[character]] if character in ids else [byte + BYTES for byte in character.encode()]
     while True:
-        joined = [names.get(a, "\0") + names.get(b, "\0") for a, b in zip(found, found[1:], strict=False)]
+        joined = [names.get(a, "\0") + names.get(b, "\0") for a, b in pairwise(found)]
         scores = {i: pieces[ids[name] - len(STANDARD)][1] for i, name in enumerate(joined) if name in ids}
         if not scores:
             return found

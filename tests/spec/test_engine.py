@@ -169,6 +169,7 @@ SAMPLED: dict[str, Callable[[torch.Tensor], Drafter | None]] = {
     "none": lambda _: None,
     "fair": lambda small: ModelDrafter(TableLM(blend(2, small, 0.4))),
     "poor": lambda small: ModelDrafter(TableLM(table(3, 3))),
+    "padded": lambda small: ModelDrafter(TableLM(blend(2, small, 0.4)), tokens=2),  # the target uses its padding
     "ngram": lambda _: NgramDrafter(1, 2),
     "wrong": lambda _: Scripted([1, 1]),
 }
@@ -196,7 +197,7 @@ def test_sampled_sequences_follow_the_targets_law(drafter: str, sampling: Sampli
     if n - sum(expected) > 1e-6:
         observed.append(n - sum(observed))
         expected.append(n - sum(expected))
-    # Fixed seed, so this cannot flake; 1e-3 over 10 cases leaves a 1 % chance that a right engine had failed it.
+    # Fixed seed, so this cannot flake; 1e-3 over 12 cases leaves a 1 % chance that a right engine had failed it.
     assert chisquare(observed, expected, sum_check=False).pvalue > 1e-3
 
 

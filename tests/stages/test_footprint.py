@@ -13,6 +13,8 @@ from qspec.stages.build_plan import build_plan, layer_scheme, resolve_plan
 from qspec.stages.footprint import Footprint, footprint, kv_bytes_per_token, mlp_footprint, weight_bytes
 from qspec.stages.load import resolve_arch
 
+TINY = ArchMap("qwen3_moe", "Qwen3MoeForCausalLM", 2, 8, 16, 2, 1, 4, 10, 32, (1.0, 1.0))
+
 
 def arch(model: str) -> ArchMap:
     return resolve_arch(ModelSpec(model=model))
@@ -85,3 +87,21 @@ def test_outliers_are_counted_with_their_indices():
     assert scheme is not None
     sparse = weight_bytes((256, 128), replace(scheme, outliers=1.0), 2) - weight_bytes((256, 128), scheme, 2)
     assert sparse == 327 * (2 + 2) + 257 * 4
+
+
+def test_a_token_reads_its_experts_only():
+    """Would catch a mixture that reads all it holds. Per layer and expert 3 matrices of 8 x 6; 2 of 4 per token."""
+    dense = replace(TINY, n_layers=3)
+    mixture = replace(dense, n_experts=4, experts_per_token=2, expert_size=6, dense_layers=(0,))
+    found = {}
+    for shape in (dense, mixture):
+        schemes = build_plan(QuantSpec(scheme="W8A8")).resolve(shape.linears())
+        found[shape.n_experts] = footprint(shape, schemes, None, 2)
+    expert = 3 * 8 * 6 + (6 + 6 + 8) * 4  # codes, and a scale per row of gate, up and down
+    mlp, router = 3 * 8 * 16 + (16 + 16 + 8) * 4, 4 * 8 * 2
+    changed = 2 * (router - mlp)  # in two of three layers
+    assert found[4].resident - found[0].resident == changed + 2 * 4 * expert
+    assert found[4].cost.weight_bytes - found[0].cost.weight_bytes == changed + 2 * 2 * expert
+    assert found[4].cost.ops - found[0].cost.ops == 2 * 2 * (2 * 3 * 8 * 6 - 3 * 8 * 16)
+    assert found[4].cost.expert_bytes == 2 * 4 * expert
+    assert (found[0].cost.expert_bytes, found[0].cost.expert_share, found[4].cost.expert_share) == (0, 0, 0.5)

@@ -1,6 +1,7 @@
 """`qspec plan`: every shipped recipe resolves, limits refuse, and no weights are read."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,31 @@ def test_shipped_recipes_plan_without_refusal(name: str):
     text = render(view)
     assert all(word in text for word in ("assumed", "memory as served", "time of the run", "vllm serve", view["name"]))
     assert "\n\n\n" not in text
+
+
+def test_a_mixture_reads_the_experts_of_a_token(tmp_path: Path):
+    """Would catch a mixture of 30 billion weights planned as if every token read all of them: 8 of 128 experts do."""
+    shape = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    target = {"model": str(tmp_path), "quantization": {"scheme": "none"}}
+    view = preview(Recipe.model_validate({"name": "m", "device": "h200", "target": target, "draft": {"kind": "ngram"}}))
+    memory = view["memory"]["target"]
+    assert memory["weights"] == pytest.approx(61.06e9, rel=1e-3)  # published: 30.5 billion weights, 3.3 of them active
+    assert memory["read_per_step"] == pytest.approx(2 * (3.35e9 - 151936 * 2048), rel=1e-2)  # no embedding
+    assert view["speed"]["free_rows"] == 1
+    assert "no second row is free" in render(view)
 
 
 @pytest.mark.parametrize(

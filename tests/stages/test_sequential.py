@@ -93,14 +93,13 @@ def test_layers_are_fitted_to_their_quantized_predecessors(
     monkeypatch.setattr(gptq, "factor", watch)
     plan = build_plan(spec.model_copy(update={"kv": kv}))
     quant = refine(model, quantize(model, None, plan), ROWS)
-    inputs = [f"model.layers.{i}.{part}" for i in range(2) for part in READERS]
-    assert len(seen) == len(inputs) + ("lm_head" in quant.linears)
     fit = [row for row in ROWS if row not in JUDGED]
     last = Decoder.from_quantized(quant, max_length=96)
     for layer in ("model.layers.1.self_attn.q_proj", *(["lm_head"] if "lm_head" in quant.linears else [])):
-        found = seen[inputs.index(layer) if layer in inputs else -1]
-        want = moments(last, quant, layer, fit)
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-3)  # float32 sums over 576 tokens, in another order
+        tried = [moments(last, quant, layer, rows) for rows in (fit, ROWS)]  # to choose by, then to fit
+        for want in tried:
+            # float32 sums over hundreds of tokens, in another order
+            assert any(torch.allclose(found, want, rtol=1e-4, atol=1e-3) for found in seen if found.shape == want.shape)
 
 
 def test_accepted_codes_are_better_on_held_out_rows(model: LoadedModel) -> None:
@@ -135,7 +134,8 @@ def test_feedback_that_only_fits_its_text_is_refused(
     for layer in quant.linears:
         same = torch.equal(quant.linears[layer].weight.codes, rounded.linears[layer].weight.codes)
         assert same == (layer in kept)
-    assert quant.notes[0] == f"GPTQ: {14 - len(kept)} of 14 layers, fitted to 3 texts, judged on 1 others."
+    judged = "chosen on 1 of 4 texts that the others were fitted to, then fitted to all"
+    assert quant.notes[0] == f"GPTQ: {14 - len(kept)} of 14 layers, {judged}."
     assert any(note.startswith("GPTQ, rounding to nearest, no gain on held-out rows: ") for note in quant.notes)
 
 
@@ -226,8 +226,8 @@ def test_the_judge_sees_the_outputs() -> None:
     generator = torch.Generator().manual_seed(6)
     x_TK, lack_TK = torch.randn(90, 24, generator=generator), 0.3 * torch.randn(90, 24, generator=generator)
     w_NK, answer_NK = torch.randn(8, 24, generator=generator), torch.randn(8, 24, generator=generator)
-    sums = sequential._Sums(24)
-    for part in zip(x_TK.split(40), lack_TK.split(40), strict=True):
-        sums.add(*part)
+    inputs = sequential._Inputs(24)
+    for x, lack in zip(x_TK.split(40), lack_TK.split(40), strict=True):
+        inputs.add(x, lack, held_out=True)
     direct = float((((x_TK + lack_TK) @ w_NK.T) - x_TK @ answer_NK.T).square().sum())
-    assert sequential._Judge(w_NK, sums).error(answer_NK) == pytest.approx(direct, rel=1e-4)  # float32 sums
+    assert sequential._Judge(w_NK, inputs).error(answer_NK) == pytest.approx(direct, rel=1e-4)  # float32 sums

@@ -125,6 +125,16 @@ def test_pieces_give_what_the_whole_model_gives(tmp_path: Path, kind: str) -> No
     assert all(torch.equal(made.k_scale[layer], scale) for layer, scale in whole.k_scale.items())
 
 
+def test_experts_that_no_piece_reached_are_told_once(tmp_path: Path) -> None:
+    """Catches a report with one sentence per layer of a mixture, or with none."""
+    folder = tiny_model("qwen3_moe", tmp_path / "source")
+    (tmp_path / "text.txt").write_text("\n\n".join(["aaaaaaaaaaaaaaaa"] * 8), encoding="utf-8")
+    calibration = CalibrationSpec(data=(DataSpec(name=str(tmp_path / "text.txt")),), samples=1, length=8)
+    made = quantize_checkpoint(spec(folder, QuantSpec(scheme="FP8")), tmp_path / "out", calibration, progress=QUIET)
+    (note,) = (note for note in made.notes if "saw no calibration token" in note)
+    assert "of 12 experts" in note  # six in each of two layers; the first has none
+
+
 def test_every_tensor_is_in_one_piece(tmp_path: Path) -> None:
     """Catches a tensor that is lost, or a piece that reads another's."""
     model: LoadedModel = load(tiny_model("qwen3", tmp_path))

@@ -6,6 +6,7 @@ from time import perf_counter
 
 import torch
 
+from qspec.spec.drafters.suffix import SuffixDrafter
 from qspec.spec.types import Drafter, More, Proposal, Sampling
 
 DECAY = 0.9
@@ -84,6 +85,13 @@ class CombinedDrafter:
         self._lookup.reset()
         self._model.reset()
         self._last, self._cold = None, True
+
+    def forget(self) -> None:
+        """Forget what was learned from earlier requests, as a lookup does that remembers them."""
+        self._looked_up, self._modelled, self._skipped = _Record(), _Record(), 0
+        if isinstance(self._lookup, SuffixDrafter):
+            self._lookup.forget()
+        self.reset()
 
     def _settle(self, context: list[int], now: float) -> None:
         """Book the last step; a model's first one also read the prompt, and steps without drafts say nothing."""

@@ -15,14 +15,18 @@ from qspec.spec.types import More, Proposal, Sampling, draw_uniforms
 class ModelDrafter:
     """Drafts a chain token by token from `lm`, under the same sampling settings as the target.
 
-    vocab_size: the target's padded vocabulary; ids above it are never drafted (default: the draft's own).
+    vocab_size: the target's padded vocabulary (default: the draft's own); tokens: how many ids of it are no padding
+    (default: all). Ids from there on are never drafted.
     eos_ids: drafting ends behind one of these, since nothing behind it can stand. This reads every token on the host
     as it is drawn; without them a proposal is read once.
     """
 
-    def __init__(self, lm: LM, vocab_size: int | None = None, eos_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self, lm: LM, vocab_size: int | None = None, eos_ids: Collection[int] = (), tokens: int | None = None
+    ) -> None:
         self._lm = lm
         self._vocab_size = lm.vocab_size if vocab_size is None else vocab_size
+        self._tokens = self._vocab_size if tokens is None else min(tokens, self._vocab_size)
         self._eos_ids = frozenset(eos_ids)
         self._cached: list[int] = []
 
@@ -71,7 +75,7 @@ class ModelDrafter:
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
         for i in range(k):
-            logits_1V = self._lm.forward(feed_T, last=1)[:, : self._vocab_size]
+            logits_1V = self._lm.forward(feed_T, last=1)[:, : self._tokens]
             if sampling.greedy:
                 feed_T = logits_1V.argmax(-1)
             else:
@@ -85,7 +89,7 @@ class ModelDrafter:
         return torch.cat(tokens), self._widen(torch.cat(laws)) if laws else None
 
     def _widen(self, probs_KV: Tensor) -> Tensor:
-        """Probability 0 for ids that only the target's padding has."""
+        """Probability 0 for ids that are never drafted."""
         return pad(probs_KV, (0, self._vocab_size - probs_KV.shape[-1]))
 
 

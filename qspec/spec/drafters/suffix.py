@@ -35,7 +35,7 @@ class SuffixDrafter:
         self._sizes = sorted({min_match, max(min_match, LONG_MATCH)}, reverse=True)
         self._min, self._max, self._across = min_match, max_match, across_requests
         self._most = int(memory_mb * 1e6 / BYTES_PER_TOKEN)
-        self._clear()
+        self.forget()
 
     @property
     def remembered(self) -> int:
@@ -59,13 +59,14 @@ class SuffixDrafter:
     def reset(self) -> None:
         """A new request starts: the last one joins the memory, or everything is forgotten."""
         if not self._across:
-            self._clear()
+            self.forget()
         elif self._known:
             self._earlier[self._now] = self._text[: self._known]
             self._now += 1
             self._begin()
 
-    def _clear(self) -> None:
+    def forget(self) -> None:
+        """Forget this request and all earlier ones."""
         self._index: dict[int, list[int]] = {}
         self._earlier: OrderedDict[int, list[int]] = OrderedDict()
         self._now, self._held = 0, 0

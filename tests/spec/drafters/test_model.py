@@ -88,6 +88,22 @@ def test_drafts_only_what_its_cache_can_hold() -> None:
     assert lengths == [4, 3, 2, 1, 0, 0]
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0)], ids=["greedy", "sampled"])
+def test_padding_is_never_drafted(sampling: Sampling) -> None:
+    """Catches rows of zeros, which predict 0 and so beat every real token where all of those are below."""
+    padded = torch.zeros(8, 8, 8, dtype=torch.float64)
+    padded[:6, :6, :6] = TABLE - 20
+    proposal = propose(ModelDrafter(TableLM(padded), tokens=6), [2, 5], 6, sampling)
+    real = propose(ModelDrafter(TableLM(TABLE)), [2, 5], 6, sampling)
+    assert proposal.tokens_K.tolist() == real.tokens_K.tolist()
+    if real.probs_KV is not None:
+        assert proposal.probs_KV is not None
+        assert proposal.probs_KV.shape == (6, 8)  # the target's width
+        assert not proposal.probs_KV[:, 6:].any()
+        # softmax of logits 20 lower: float64 rounds them at 4e-15
+        assert torch.allclose(proposal.probs_KV[:, :6], real.probs_KV, rtol=0, atol=1e-12)
+
+
 def test_nothing_is_drafted_behind_a_stop_token() -> None:
     """Catches draft passes whose tokens can never stand."""
     lm = TableLM(TABLE)

@@ -1,0 +1,373 @@
+"""The decoder in C++ (`qspec/native/`): the same numbers as `nn.decoder`, several times as many tokens a second.
+
+One call is one parallel region over the whole model. A row's logits do not depend on how many rows a call has, so
+greedy speculative decoding equals plain decoding bit for bit. Called through ctypes with raw pointers: the library
+knows nothing of torch. Weights are packed and copied once; the torch tensors may then be dropped.
+"""
+
+from collections.abc import Mapping
+import ctypes
+from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import lru_cache
+import os
+import weakref
+
+import torch
+from torch import Tensor
+
+from qspec.nn.attention import rope_tables
+from qspec.nn.native_weights import Packed, linear_obstacle, member_form, pack_linears, pack_rows
+from qspec.numerics.formats import FP8_E4M3, INT8
+from qspec.ops import native_library
+from qspec.ops.native_library import NoLibrary
+from qspec.plan import KVScheme
+from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel
+
+EMBEDDING = "model.embed_tokens.weight"
+_FLOAT_CACHE, _INT8_CACHE, _FP8_CACHE = range(3)
+_FORKED, _NO_MEMORY, _BAD_TOKEN = 1, 2, 3
+
+
+class NativeDecoder:
+    """A causal LM with its own KV cache; implements `nn.lm.LM`. Computes in float32 on the CPU."""
+
+    def __init__(
+        self, model: LoadedModel | QuantizedModel, max_length: int | None = None, portable: bool = False
+    ) -> None:
+        """Threads are torch's at this moment. `portable` keeps to plain C++, to test what other CPUs run.
+
+        Raises `NoLibrary` where there is no library; the model must be one that `supports` takes.
+        """
+        obstacle = self.supports(model)
+        assert obstacle is None, obstacle
+        self.arch, self._max_length = model.arch, max_length or model.arch.max_positions
+        self._lib, self._pool = _library(), _pool(torch.get_num_threads())
+        kv = model.plan.kv if isinstance(model, QuantizedModel) else None
+        shape = _shape(model.arch, self._max_length, _cache_kind(kv))
+        self._model = c_void_p(self._lib.qspec_model(self._pool.handle, byref(shape), int(portable)))
+        if not self._model:
+            raise MemoryError("the KV cache does not fit: choose a smaller max_length")
+        weakref.finalize(self, self._lib.qspec_model_free, self._model)
+        self.isa = self._lib.qspec_isa(int(portable)).decode()
+        self._load(model)
+
+    @classmethod
+    def from_float(cls, model: LoadedModel, max_length: int | None = None) -> "NativeDecoder":
+        """The original model; weights keep the dtype that they have."""
+        return cls(model, max_length)
+
+    @classmethod
+    def from_quantized(cls, model: QuantizedModel, max_length: int | None = None) -> "NativeDecoder":
+        """A quantized model, weights decoded in registers."""
+        return cls(model, max_length)
+
+    @staticmethod
+    def supports(model: LoadedModel | QuantizedModel) -> str | None:
+        """Why the C++ core does not run this model, in words; None when it does."""
+        found = _arch_obstacle(model.arch)
+        if found is not None or isinstance(model, LoadedModel):
+            return found
+        return _quantized_obstacle(model)
+
+    @staticmethod
+    def missing() -> str | None:
+        """Why there is no C++ core on this machine, in words; None when there is. Compiles it at first use."""
+        try:
+            _library()
+        except NoLibrary as error:
+            return str(error)
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.arch.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    @property
+    def length(self) -> int:
+        return int(self._lib.qspec_length(self._model))
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= self.length, f"truncate to {length} of {self.length}"
+        self._lib.qspec_truncate(self._model, length)
+
+    def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        rows = len(tokens_T) if last is None else min(last, len(tokens_T))
+        logits_TV = torch.empty(rows, self.vocab_size)
+        self._run(tokens_T, rows, logits_TV.data_ptr(), None)
+        return logits_TV
+
+    def greedy(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        """Append tokens like `forward`; the likeliest next tokens `[last or T]` only, without their logits."""
+        rows = len(tokens_T) if last is None else min(last, len(tokens_T))
+        best_T = torch.empty(rows, dtype=torch.int64)
+        self._run(tokens_T, rows, None, best_T.data_ptr())
+        return best_T
+
+    def _run(self, tokens_T: Tensor, last: int, logits: int | None, best: int | None) -> None:
+        end = self.length + len(tokens_T)
+        assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
+        tokens_T = tokens_T.to("cpu", torch.int64).contiguous()
+        status = self._lib.qspec_forward(self._model, tokens_T.data_ptr(), len(tokens_T), last, logits, best)
+        if status == _FORKED:
+            raise RuntimeError("this process was forked from the one that loaded the model: load it here")
+        if status == _NO_MEMORY:
+            raise MemoryError("no memory for a forward pass")
+        if status == _BAD_TOKEN:
+            raise IndexError(f"a token lies outside of the vocabulary of {self.vocab_size}")
+
+    def _load(self, model: LoadedModel | QuantizedModel) -> None:
+        linears = model.linears if isinstance(model, QuantizedModel) else {}
+        source = _Source(model.arch, model.tensors, linears)
+        for which, (cos_LR, sin_LR) in enumerate(_ropes(model.arch, self._max_length)):
+            self._check(self._lib.qspec_set_rope(self._model, which, cos_LR.data_ptr(), sin_LR.data_ptr()))
+        for i, base in enumerate(model.arch.layers):
+            self._load_layer(i, base, source, model)
+        tied = model.arch.tied and "lm_head" not in linears
+        embedding_VK = model.tensors[EMBEDDING]
+        head = pack_linears([embedding_VK], [None]) if tied else source.linear("lm_head")
+        embedding = _Matrix() if tied else _matrix(rows := pack_rows(embedding_VK))
+        norm_K = source.norm("model.norm")
+        last = _matrix(head)
+        self._check(self._lib.qspec_set_ends(self._model, byref(embedding), norm_K.data_ptr(), byref(last)))
+        if not tied:
+            del rows  # held until it was copied
+
+    def _load_layer(self, i: int, base: str, source: "_Source", model: LoadedModel | QuantizedModel) -> None:
+        arch, attn, mlp = model.arch, f"{base}.self_attn", f"{base}.mlp"
+        norms = [source.norm(f"{base}.input_layernorm"), source.norm(f"{base}.{arch.mlp_norm}")]
+        norms += [source.norm(f"{attn}.{name}") for name in ("q_norm", "k_norm") if arch.qk_norm]
+        packed = [
+            source.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
+            source.linear(f"{attn}.o_proj"),
+            source.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", paired=True),
+            source.linear(f"{mlp}.down_proj"),
+        ]
+        scales = _cache_scales(model, attn)
+        window = arch.window(base)
+        layer = _Layer(
+            *(norm.data_ptr() for norm in norms),
+            *(None for _ in range(4 - len(norms))),
+            *(_matrix(p) for p in packed),
+            *(scale.data_ptr() if scale is not None else None for scale in scales),
+            window or 0,
+            1 if window is not None and arch.window_inv_freq else 0,
+        )
+        self._check(self._lib.qspec_set_layer(self._model, i, byref(layer)))
+
+    def _check(self, done: int) -> None:
+        if not done:
+            raise MemoryError("no memory for the weights")
+
+
+class _Source:
+    """Looks tensors up by name and packs them."""
+
+    def __init__(self, arch: ArchMap, tensors: Mapping[str, Tensor], linears: Mapping[str, QLinear]) -> None:
+        self._arch, self._tensors, self._linears = arch, tensors, linears
+
+    def norm(self, name: str) -> Tensor:
+        """Gain in float32 with the architecture's offset added."""
+        return (self._tensors[f"{name}.weight"].float() + self._arch.norm_offset).contiguous()
+
+    def linear(self, *names: str, paired: bool = False) -> Packed:
+        members = [self._linears[n] if n in self._linears else self._tensors[f"{n}.weight"] for n in names]
+        biases = [
+            m.bias if isinstance(m, QLinear) else self._tensors.get(f"{n}.bias")
+            for n, m in zip(names, members, strict=True)
+        ]
+        return pack_linears(members, biases, paired)
+
+
+def _arch_obstacle(arch: ArchMap) -> str | None:
+    """What of an architecture the C++ core has no code for."""
+    reasons = {
+        "mixture of experts": arch.n_experts > 0,
+        "norms after attention and MLP": arch.post_norms,
+        "soft-capped scores or logits": arch.attention_softcap is not None or arch.logit_softcap is not None,
+        "a rotation in front of down_proj": arch.down_hadamard,
+        f"head size {arch.head_dim}, no multiple of 8": arch.head_dim % 8 != 0,
+        "a piece of a model": not arch.has_head or arch.first_layer != 0,
+    }
+    return next((reason for reason, found in reasons.items() if found), None)
+
+
+def _quantized_obstacle(model: QuantizedModel) -> str | None:
+    kv = model.plan.kv
+    if kv is not None and (found := _cache_obstacle(kv, bool(model.q_scale))):
+        return found
+    for name, linear in model.linears.items():
+        if found := linear_obstacle(linear):
+            return f"{name}: {found}"
+    for group in model.arch.fused_groups():
+        members = [model.linears.get(name, model.tensors.get(f"{name}.weight")) for name in group]
+        if len({member_form(m) for m in members if m is not None}) > 1:
+            return f"{group[0]}: formats or input scales of merged layers differ"
+    return None
+
+
+def _cache_obstacle(kv: KVScheme, rounds_queries: bool) -> str | None:
+    key, value = kv.parts
+    simple = key == value and not key.outliers and not key.piecewise
+    served = (key.fmt == INT8 and key.granularity == "token_head") or (key.fmt == FP8_E4M3 and key.stored)
+    if simple and served and not kv.residual and not kv.skip_layers and not (kv.query and rounds_queries):
+        return None
+    return f"KV cache {kv.label}" + (", rounded queries" if kv.query else "")
+
+
+def _cache_kind(kv: KVScheme | None) -> int:
+    if kv is None:
+        return _FLOAT_CACHE
+    return _FP8_CACHE if kv.stored else _INT8_CACHE
+
+
+def _cache_scales(model: LoadedModel | QuantizedModel, attn: str) -> tuple[Tensor | None, Tensor | None]:
+    """Key and value scale of each KV head, for a cache with stored ones."""
+    if not isinstance(model, QuantizedModel) or model.plan.kv is None or not model.plan.kv.stored:
+        return None, None
+    heads = model.arch.n_kv_heads
+    k, v = (scales[attn].float().reshape(-1).expand(heads).contiguous() for scales in (model.k_scale, model.v_scale))
+    return k, v
+
+
+def _ropes(arch: ArchMap, length: int) -> list[tuple[Tensor, Tensor]]:
+    """cos and sin `[length, R / 2]`; the second table is for layers with a window of its own frequencies."""
+    half = len(arch.rope_inv_freq)
+    tables = [rope_tables(arch.rope_inv_freq, arch.rope_factor, length, torch.float32)]
+    if arch.window_inv_freq:
+        tables.append(rope_tables(arch.window_inv_freq, 1.0, length, torch.float32))
+    return [(cos_LR[:, :half].contiguous(), sin_LR[:, :half].contiguous()) for cos_LR, sin_LR in tables]
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` of native/model.h."""
+
+    _fields_ = [
+        *[
+            (name, c_int32)
+            for name in ["layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_length", "rotary"]
+        ],
+        *[(name, c_int32) for name in ("activation", "cache", "ropes")],
+        *[(name, c_float) for name in ("norm_eps", "attention_scale", "embed_scale")],
+    ]
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of native/kernels.h."""
+
+    _fields_ = [
+        *[(name, c_int32) for name in ("kind", "input", "n", "k", "group")],
+        ("input_scale", c_float),
+        ("codes", c_void_p),
+        ("bytes", c_int64),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of native/model.h."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")],
+        *[(name, _Matrix) for name in ("qkv", "o", "gate_up", "down")],
+        ("key_scale", c_void_p),
+        ("value_scale", c_void_p),
+        ("window", c_int32),
+        ("rope", c_int32),
+    ]
+
+
+def _shape(arch: ArchMap, max_length: int, cache: int) -> _Shape:
+    return _Shape(
+        arch.n_layers,
+        arch.hidden_size,
+        arch.intermediate_size,
+        arch.n_heads,
+        arch.n_kv_heads,
+        arch.head_dim,
+        arch.vocab_size,
+        max_length,
+        2 * len(arch.rope_inv_freq),
+        int(arch.activation == "gelu_tanh"),
+        cache,
+        2 if arch.window_inv_freq else 1,
+        arch.norm_eps,
+        arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
+        arch.embed_scale,
+    )
+
+
+def _matrix(p: Packed) -> _Matrix:
+    scale, bias = (None if t is None else t.data_ptr() for t in (p.scale, p.bias))
+    return _Matrix(p.kind, p.input, p.n, p.k, p.group, p.input_scale, p.codes.data_ptr(), p.codes.nbytes, scale, bias)
+
+
+class _Pool:
+    """Threads of the library, shared by all decoders that use as many; they end with the last of those."""
+
+    def __init__(self, threads: int) -> None:
+        lib = _library()
+        self.handle = c_void_p(lib.qspec_pool(threads))
+        if not self.handle:
+            raise MemoryError(f"{threads} threads cannot be started")
+        weakref.finalize(self, lib.qspec_pool_free, self.handle)
+
+
+_POOLS: "weakref.WeakValueDictionary[tuple[int, int], _Pool]" = weakref.WeakValueDictionary()
+
+
+def _pool(threads: int) -> _Pool:
+    """Of this process: threads do not survive a fork."""
+    key = (os.getpid(), threads)
+    pool = _POOLS.get(key)
+    if pool is None:
+        _POOLS[key] = pool = _Pool(threads)
+    return pool
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    """The library with its functions declared; compiled if need be. Raises `NoLibrary`."""
+    path = native_library.library()
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoLibrary(f"{path} cannot be loaded ({error})") from error
+    signatures = {
+        "qspec_isa": (ctypes.c_char_p, [c_int]),
+        "qspec_pool": (c_void_p, [c_int]),
+        "qspec_pool_free": (None, [c_void_p]),
+        "qspec_model": (c_void_p, [c_void_p, POINTER(_Shape), c_int]),
+        "qspec_model_free": (None, [c_void_p]),
+        "qspec_set_layer": (c_int, [c_void_p, c_int, POINTER(_Layer)]),
+        "qspec_set_rope": (c_int, [c_void_p, c_int, c_void_p, c_void_p]),
+        "qspec_set_ends": (c_int, [c_void_p, POINTER(_Matrix), c_void_p, POINTER(_Matrix)]),
+        "qspec_length": (c_int, [c_void_p]),
+        "qspec_truncate": (None, [c_void_p, c_int]),
+        "qspec_forward": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]),
+        "qspec_linear": (c_int, [c_void_p, c_int, POINTER(_Matrix), c_void_p, c_int, c_void_p]),
+        "qspec_read": (c_float, [c_void_p, c_void_p, c_int64]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def native_linear(packed: Packed, x_TK: Tensor, portable: bool = False) -> Tensor:
+    """One matmul of the library `[T, N]`, for comparison with `ops.reference`."""
+    lib, pool, matrix = _library(), _pool(1), _matrix(packed)
+    x_TK, y_TN = x_TK.float().contiguous(), torch.empty(len(x_TK), packed.n)
+    done = lib.qspec_linear(pool.handle, int(portable), byref(matrix), x_TK.data_ptr(), len(x_TK), y_TN.data_ptr())
+    assert done, "no memory for one matmul"
+    return y_TN
+
+
+def read_floats(data: Tensor, threads: int) -> float:
+    """Sum of float32 `data` with as little work as reading takes: times the memory that decoding is bound by."""
+    pool = _pool(threads)
+    return float(_library().qspec_read(pool.handle, data.data_ptr(), data.numel()))

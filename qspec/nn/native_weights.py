@@ -1,0 +1,157 @@
+"""Weights as the C++ core reads them: panels of eight outputs, input after input (see native/kernels.h)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from qspec.numerics.affine import QTensor
+from qspec.numerics.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from qspec.numerics.formats import FP8_E4M3, INT4, INT8
+from qspec.numerics.kv import pack_nibbles
+from qspec.plan import TensorScheme
+from qspec.records import QLinear
+
+LANES = 8
+_F32, _BF16, _F16, _FP8, _INT8, _INT4, _INT8_DOT = range(7)
+_FLOAT_KINDS = {torch.float32: _F32, torch.bfloat16: _BF16, torch.float16: _F16}
+_FLOAT_INPUT, _INT8_INPUT, _FP8_INPUT = range(3)
+_FP8_FACTOR = 256.0
+"""The core reads e4m3 bits as float16, which gives value / 256."""
+
+Member = Tensor | QLinear
+Form = tuple[int, int, int, float]
+"""Kind of codes, kind of inputs, inputs per scale, fixed scale of inputs (0: made per row)."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight `[N, K]` in panels; `scale` and `bias` are float32 or None."""
+
+    kind: int
+    input: int
+    n: int
+    k: int
+    group: int
+    input_scale: float
+    codes: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+
+
+def linear_obstacle(linear: QLinear) -> str | None:
+    """Why the C++ core does not run a quantized layer; None when it does."""
+    weight, k = linear.weight, linear.weight.shape[1]
+    if linear.outliers is not None:
+        return "outliers kept apart"
+    if weight.zero_point is not None:
+        return "zero points"
+    if weight.fmt not in (INT4, INT8, FP8_E4M3):
+        return f"{weight.fmt.name} weights"
+    if k % (group := _group(weight)) or (weight.fmt == INT4 and group % LANES):
+        return f"groups of {group} in {k} inputs"
+    if linear.activation is None:
+        return None
+    return _input_obstacle(linear.activation, weight)
+
+
+def _input_obstacle(activation: TensorScheme, weight: QTensor) -> str | None:
+    granularity = activation.granularity
+    by_row = isinstance(granularity, PerToken) if activation.dynamic else isinstance(granularity, PerTensor)
+    if activation.fmt not in (INT8, FP8_E4M3) or not by_row or not activation.symmetric:
+        return f"{activation.fmt.name} inputs {granularity}"
+    if activation.fmt != weight.fmt:
+        return f"{activation.fmt.name} inputs of {weight.fmt.name} weights"
+    if weight.fmt == INT8 and _group(weight) != weight.shape[1]:
+        return "INT8 inputs of weights in groups"
+    return None
+
+
+def member_form(member: Member) -> Form:
+    """What members of one merged layer must have in common."""
+    if isinstance(member, Tensor):
+        return _FLOAT_KINDS.get(member.dtype, _F32), _FLOAT_INPUT, member.shape[1], 0.0
+    weight, scale = member.weight, 0.0 if member.input_scale is None else float(member.input_scale)
+    kinds = {INT4.name: _INT4, INT8.name: _INT8, FP8_E4M3.name: _FP8}
+    if member.activation is None:
+        return kinds[weight.fmt.name], _FLOAT_INPUT, _group(weight), 0.0
+    if weight.fmt == INT8:
+        return _INT8_DOT, _INT8_INPUT, weight.shape[1], scale
+    return _FP8, _FP8_INPUT, _group(weight), scale
+
+
+def pack_linears(members: Sequence[Member], biases: Sequence[Tensor | None], paired: bool = False) -> Packed:
+    """Layers that share an input as one weight: rows after one another, or (`paired`) panels in turns."""
+    kind, input_kind, group, input_scale = member_form(members[0])
+    rows = [m.shape[0] if isinstance(m, Tensor) else m.weight.shape[0] for m in members]
+    k = members[0].shape[1] if isinstance(members[0], Tensor) else members[0].weight.shape[1]
+    codes = _joined([_code_panels(_codes(m), kind) for m in members], paired)
+    scale = bias = None
+    if any(isinstance(m, QLinear) for m in members):
+        scale = _joined([_panels(_row_scales(m.weight)) for m in members if isinstance(m, QLinear)], paired)
+        scale = scale * _FP8_FACTOR if kind == _FP8 else scale
+    if any(b is not None for b in biases):
+        parts = [torch.zeros(n) if b is None else b.float() for n, b in zip(rows, biases, strict=True)]
+        bias = _joined([_panels(part[:, None]) for part in parts], paired)
+    n = len(codes) * LANES if len(members) > 1 else rows[0]
+    return Packed(kind, input_kind, n, k, group, input_scale, codes, scale, bias)
+
+
+def pack_rows(weight_VK: Tensor) -> Packed:
+    """An embedding, row after row."""
+    weight_VK = weight_VK if weight_VK.dtype in _FLOAT_KINDS else weight_VK.float()
+    v, k = weight_VK.shape
+    return Packed(_FLOAT_KINDS[weight_VK.dtype], _FLOAT_INPUT, v, k, k, 0.0, weight_VK.contiguous(), None, None)
+
+
+def _joined(panels: Sequence[Tensor], paired: bool) -> Tensor:
+    joined = torch.stack(list(panels), 1).flatten(0, 1) if paired else torch.cat(list(panels))
+    return joined.contiguous()
+
+
+def _codes(member: Member) -> Tensor:
+    if isinstance(member, QLinear):
+        codes = member.weight.codes
+        return codes.view(torch.uint8) if member.weight.fmt == FP8_E4M3 else codes
+    return member if member.dtype in _FLOAT_KINDS else member.float()
+
+
+def _code_panels(codes_NK: Tensor, kind: int) -> Tensor:
+    """`[N/8, K, 8]`; INT8 products `[N/8, K/2, 8, 2]`; INT4 `[N/8, K/8, 8]` words."""
+    if kind == _INT4:
+        return _panels(pack_nibbles(codes_NK).view(torch.int32))
+    if kind == _INT8_DOT:
+        pairs = F.pad(codes_NK, (0, codes_NK.shape[1] % 2)).contiguous().view(torch.int16)
+        return _panels(pairs)
+    return _panels(codes_NK)
+
+
+def _panels(x_NK: Tensor) -> Tensor:
+    """`[N/8, K, 8]`, rows filled up with zeros."""
+    padded = F.pad(x_NK, (0, 0, 0, -x_NK.shape[0] % LANES))
+    return padded.view(-1, LANES, x_NK.shape[1]).transpose(1, 2).contiguous()
+
+
+def _group(weight: QTensor) -> int:
+    """Inputs that share a scale."""
+    match weight.granularity:
+        case PerGroup(size):
+            return size
+        case PerBlock(_, columns):
+            return columns
+        case _:
+            return weight.shape[1]
+
+
+def _row_scales(weight: QTensor) -> Tensor:
+    """Float32 `[N, groups]`."""
+    n = weight.shape[0]
+    match weight.granularity:
+        case PerTensor():
+            return weight.scale.float().reshape(1, 1).expand(n, 1)
+        case PerBlock(rows, _):
+            return weight.scale.float().repeat_interleave(rows, 0)[:n]
+        case PerChannel() | PerToken() | PerGroup(_):
+            return weight.scale.float()

@@ -1,0 +1,100 @@
+"""Several requests at once: every step is one pass of the target over the rows of all.
+
+Weights are read once per step for everybody, so drafts pay less the more requests there are (`Schedule`). Requests know
+nothing of each other: each has its own cache, drafter, policy and randomness.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from qspec.nn.lm import BatchLM
+from qspec.spec.draft_length import BatchLimited, Heuristic, Schedule
+from qspec.spec.request import Request, check_prompt
+from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What one request of a batch brings; fields as in `engine.generate`. No two share a drafter or a policy."""
+
+    tokens: list[int]
+    max_new_tokens: int
+    generator: torch.Generator
+    drafter: Drafter | None = None
+    policy: DraftLength | None = None
+    domain: str = ""
+
+
+@torch.no_grad()
+def generate_batch(
+    target: BatchLM,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    eos_ids: Collection[int],
+    schedule: Schedule = (),
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+) -> list[Generation]:
+    """Continue all prompts together, each on a fork of `target`; results in their order.
+
+    Tokens are bit for bit those of `engine.generate` where rows are computed as if alone (`nn.attention.EXACT_ROWS`).
+    A request leaves the batch when it is finished; prompts are read one after the other. schedule: most drafts by the
+    number of requests that go on. on_tokens: called with a request's number and its tokens as they are committed.
+    A step's seconds are shared out evenly, so the steps of all requests add up to wall-clock time.
+    Raises `RecipeError` as `engine.generate` does.
+    """
+    for prompt in prompts:
+        check_prompt(prompt.tokens, target.max_length)
+    emit = on_tokens or (lambda _, __: None)
+    forks = {i: target.fork() for i, prompt in enumerate(prompts) if prompt.max_new_tokens > 0}
+    active: dict[int, Request] = {}
+    for i, fork in forks.items():
+        active[i] = _request(fork, prompts[i], schedule, lambda: len(active), sampling, eos_ids)
+    for i, request in active.items():
+        emit(i, request.prefill(prompts[i].domain))
+    done: dict[int, Generation] = {}
+    while active:
+        for i in [i for i, request in active.items() if request.stopped() is not None]:
+            done[i] = active.pop(i).result()
+            del forks[i]
+        if active:
+            _step(active, forks, emit)
+    return [done.get(i, Generation([])) for i in range(len(prompts))]
+
+
+def _request(
+    target: BatchLM,
+    prompt: Prompt,
+    schedule: Schedule,
+    batch: Callable[[], int],
+    sampling: Sampling,
+    eos_ids: Collection[int],
+) -> Request:
+    policy = prompt.policy or Heuristic()
+    policy = BatchLimited(policy, schedule, batch) if schedule else policy
+    end = len(prompt.tokens) + prompt.max_new_tokens
+    return Request(target, prompt.drafter, policy, prompt.tokens, end, sampling, eos_ids, prompt.generator)
+
+
+def _step(active: dict[int, Request], forks: dict[int, BatchLM], emit: Callable[[int, list[int]], None]) -> None:
+    """One pass for all requests that go on."""
+    begin, requests = perf_counter(), list(active.values())
+    proposals = [request.draft() for request in requests]
+    fed = perf_counter()
+    tokens, parents = zip(*map(Request.rows, requests, proposals), strict=True)
+    sequences = [forks[i] for i in active]
+    logits = sequences[0].forward_many(sequences, tokens, parents)
+    verdicts = list(map(Request.verify, requests, proposals, logits))
+    t_verify = (perf_counter() - fed) / len(requests)
+    counts: list[tuple[int, int]] = []
+    for i, proposal, verdict in zip(active, proposals, verdicts, strict=True):
+        drafted, committed = active[i].commit(proposal, verdict)
+        counts.append((drafted, len(committed) - 1))
+        active[i].policy.update(*counts[-1], proposal.seconds, t_verify)
+        emit(i, committed)
+    drafting = sum(proposal.seconds for proposal in proposals)
+    t_other = (perf_counter() - begin - drafting) / len(requests) - t_verify
+    for request, proposal, (drafted, accepted) in zip(requests, proposals, counts, strict=True):
+        request.book(drafted, accepted, proposal, t_verify, t_other)

@@ -1,0 +1,168 @@
+"""One request on its way: what it has committed, and the parts of a step. `engine` and `batch` put them together.
+
+After every step the target's cache holds the committed tokens except the newest, which the next pass feeds in front
+of its drafts.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from qspec.errors import RecipeError
+from qspec.nn.lm import LM, TreeLM
+from qspec.numerics.trees import Parents, children, depths, under_root
+from qspec.numerics.verify import verify_greedy, verify_sampling, verify_tree_greedy, verify_tree_sampling
+from qspec.spec.types import (
+    Drafter,
+    DraftLength,
+    Generation,
+    Proposal,
+    Sampling,
+    StepRecord,
+    Stop,
+    Verdict,
+    draw_uniforms,
+)
+
+NOTHING = Proposal(torch.empty(0, dtype=torch.long), None)
+
+
+@dataclass
+class Request:
+    """`context`: prompt and committed tokens, at most `end` of them."""
+
+    target: LM
+    drafter: Drafter | None
+    policy: DraftLength
+    prompt: list[int]
+    end: int
+    sampling: Sampling
+    eos_ids: Collection[int]
+    generator: torch.Generator
+    steps: list[StepRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.context = list(self.prompt)
+        self._asked = self._first = self._newest = perf_counter()
+
+    def prefill(self, domain: str = "") -> list[int]:
+        """Begin: feed the prompt into an empty cache and commit the first token."""
+        self.policy.reset(domain)
+        if self.drafter is not None:
+            self.drafter.reset()
+        self.target.truncate(0)
+        logits_1V = self.target.forward(torch.tensor(self.context), last=1)
+        self.context.append(self.verify(NOTHING, logits_1V).next_token)
+        self._first = self._newest = perf_counter()
+        return self.context[-1:]
+
+    def draft(self) -> Proposal:
+        """Drafts that may all stand without passing the end, and whose rows fit into the target's cache."""
+        room = self.target.max_length - self.target.length - 1
+        k = min(self.policy.next(), self.end - len(self.context) - 1, room)
+        if self.drafter is None or k < 1:
+            return NOTHING
+        proposal = self.drafter.propose(self.context, k, self.sampling, self.generator, self.policy.judge())
+        assert _depth(proposal) <= k, "a drafter proposed more than it was asked for"
+        return proposal if proposal.is_chain else _first_nodes(proposal, room)
+
+    def rows(self, proposal: Proposal) -> tuple[Tensor, Parents | None]:
+        """What the target reads: the newest token, and drafts behind it; parents if they are a tree."""
+        tokens_K1 = torch.tensor([self.context[-1], *proposal.tokens_K.tolist()])
+        return tokens_K1, None if proposal.is_chain else under_root(proposal.parents)
+
+    def verify(self, proposal: Proposal, logits_K1V: Tensor) -> Verdict:
+        """What stands, from logits behind the newest token and behind every draft."""
+        if self.sampling.greedy:
+            path, token = _greedy(proposal, logits_K1V)
+        else:
+            uniforms_K1 = draw_uniforms(len(logits_K1V), self.generator).to(logits_K1V.device)
+            path, token = _sampled(proposal, self.sampling.law(logits_K1V), uniforms_K1)
+        last = path[-1] if path else -1
+        return Verdict(tuple(path), token, "recovered" if children(proposal.parents)[last + 1] else "bonus")
+
+    def commit(self, proposal: Proposal, verdict: Verdict) -> tuple[int, list[int]]:
+        """Keep what stands up to a stop token, roll the rest back: drafts to be counted, committed tokens."""
+        draft, path = proposal.tokens_K.tolist(), verdict.accepted
+        tokens = self._until_eos([*(draft[node] for node in path), verdict.next_token])
+        if proposal.is_chain:
+            self.target.truncate(self.target.length - len(draft) - 1 + len(tokens))
+        else:
+            tree_lm(self.target).keep([0, *(node + 1 for node in path)][: len(tokens)])
+        self.context += tokens
+        if len(tokens) <= len(path):
+            return len(tokens) - 1, tokens
+        return len(path) if verdict.kind == "bonus" else _depth(proposal), tokens
+
+    def book(self, drafted: int, accepted: int, proposal: Proposal, t_verify: float, t_other: float) -> None:
+        record = StepRecord(drafted, accepted, proposal.seconds, t_verify, t_other, len(proposal.tokens_K))
+        self.steps.append(record)
+        self._newest = perf_counter()
+
+    def stopped(self) -> Stop | None:
+        if self.context[-1] in self.eos_ids:
+            return "eos"
+        if len(self.context) >= self.end:
+            return "length"
+        return "context" if self.target.length >= self.target.max_length else None
+
+    def result(self) -> Generation:
+        tokens, stopped = self.context[len(self.prompt) :], self.stopped()
+        assert stopped is not None, "a request that goes on has no result"
+        return Generation(tokens, self.steps, self._first - self._asked, self._newest - self._first, stopped)
+
+    def _until_eos(self, tokens: list[int]) -> list[int]:
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
+        return tokens[:stop]
+
+
+def check_prompt(prompt: list[int], max_length: int) -> None:
+    """Refuse what cannot be continued: `RecipeError`."""
+    if not prompt:
+        raise RecipeError("empty prompt", "generation continues at least one token", "begin with the BOS token")
+    if len(prompt) > max_length:
+        rule = f"the target's cache holds {max_length}"
+        raise RecipeError(f"prompt of {len(prompt)} tokens", rule, "shorten it or raise speculation.max_length")
+
+
+def tree_lm(lm: LM) -> TreeLM:
+    """The same model, if it reads trees; else `RecipeError`."""
+    if isinstance(lm, TreeLM):
+        return lm
+    rule = f"{type(lm).__name__} reads one continuation at a time"
+    raise RecipeError("a tree of drafts", rule, "draft chains for it")
+
+
+def _greedy(proposal: Proposal, logits_K1V: Tensor) -> tuple[list[int], int]:
+    tokens_K = proposal.tokens_K.to(logits_K1V.device)
+    if not proposal.is_chain:
+        return verify_tree_greedy(tokens_K, proposal.parents, logits_K1V)
+    accepted, token = verify_greedy(tokens_K, logits_K1V)
+    return list(range(accepted)), token
+
+
+def _sampled(proposal: Proposal, p_K1V: Tensor, uniforms_K1: Tensor) -> tuple[list[int], int]:
+    tokens_K = proposal.tokens_K.to(p_K1V.device)
+    q_KV = None if proposal.probs_KV is None else proposal.probs_KV.to(p_K1V.device)
+    if not proposal.is_chain:
+        return verify_tree_sampling(tokens_K, proposal.parents, q_KV, p_K1V, uniforms_K1)
+    accepted, token = verify_sampling(tokens_K, q_KV, p_K1V, uniforms_K1)
+    return list(range(accepted)), token
+
+
+def _depth(proposal: Proposal) -> int:
+    return max(depths(proposal.parents), default=-1) + 1
+
+
+def _first_nodes(proposal: Proposal, count: int) -> Proposal:
+    """A proposal of the first `count` nodes: cut by number, not by what was drawn, so the law stays."""
+    q_KV, parents_K = proposal.probs_KV, proposal.parents[:count]
+    return replace(
+        proposal,
+        tokens_K=proposal.tokens_K[:count],
+        probs_KV=None if q_KV is None else q_KV[:count],
+        parents_K=parents_K,
+    )
