@@ -39,6 +39,7 @@ Examples:
   qspec inspect org/model --calibrate gutenberg    # outliers, and what each scheme would cost, before a recipe
   qspec sensitivity org/model --bits 5 --bits 6    # error of each scheme by layer, and mixed plans for budgets
   qspec inspect runs/smollm2-135m-int8-cpu/pair    # formats and scales of every layer, after it
+  qspec profile runs/smollm2-135m-int8-cpu/pair    # where the time of a token goes
 """
 
 app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -264,6 +265,26 @@ def sensitivity(
         print(json.dumps(as_data(view), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         print(report_text.render(document(view)), end="")
+
+
+@app.command()
+def profile(
+    pair: PairFolder,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode; more are steadier.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Show where the time of a token goes, part by part, with drafts and without.
+
+    Beside each matmul stands how many times longer it takes than this machine needs to read its stored bytes.
+    """
+    from qspec.stages import report_text
+    from qspec.stages.profile import as_data, document, profile as measure
+
+    found = measure(qspec.load_pair(pair), tokens)
+    if as_json:
+        print(json.dumps(as_data(found), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        print(report_text.render(document(found, str(pair))), end="")
 
 
 @app.command()

@@ -26,20 +26,21 @@ from qspec.spec.types import Drafter
 from qspec.stages.allocate import allocate_plan
 from qspec.stages.bench import Arm, bench
 from qspec.stages.build_plan import build_plan, validate_plan
-from qspec.stages.check import check, check_tokenizers, read_manifest
+from qspec.stages.check import check, check_tokenizers, read_manifest, real_vocab
 from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
 from qspec.stages.kv_choice import choose_kv
 from qspec.stages.load import load, resolve_arch
 from qspec.stages.open_pair import LoadedPair, compute_dtype, draft_policy, open_pair, with_lookup
 from qspec.stages.package import package, seal, source_dtype, stored_dtype
-from qspec.stages.pad import match_rows, real_rows
-from qspec.stages.planned import PlannedPair
-from qspec.stages.prepare import prepare, prepared_arch
+from qspec.stages.pad import match_rows
+from qspec.stages.planned import STORED, PlannedPair, plan_half
+from qspec.stages.prepare import prepare
 from qspec.stages.preview import admit
 from qspec.stages.rehearse import rehearse
 from qspec.stages.report import report
 from qspec.stages.sensitivity import kept_scores
+from qspec.stages.sequential import require_judge
 from qspec.stages.store import Store
 from qspec.stages.stream import Job, stream
 from qspec.stages.transform import truncate_layers
@@ -196,14 +197,18 @@ def quantize_checkpoint(
     Memory holds one layer at a time. A call that was killed goes on where it stopped when it is made again.
     """
     out, progress = Path(out), progress or Progress()
-    validate_plan(build_plan(model.quantization), prepared_arch(resolve_arch(model), model.quantization))
+    spec, calibration = model.quantization, calibration or CalibrationSpec()
+    planned = plan_half(model.model, resolve_arch(model), spec, STORED, STORED)
+    validate_plan(planned.plan, planned.arch)
+    if spec.engine == "qspec" and spec.method == "gptq":
+        require_judge(range(calibration.samples))
     if out.exists():
         raise OutputError(str(out), "exists already", "choose another folder")
     loaded = load(model)
     _make_parents(out)
     work, dtype = out.with_name(f".{out.name}.work"), source_dtype(loaded.config)
-    text = Calibration(calibration or CalibrationSpec(), loaded.tokenizer, 0, progress)
-    quantized = quantize_model(loaded, model.quantization, fusion or FusionSpec(), text, work, dtype)
+    text = Calibration(calibration, loaded.tokenizer, 0, progress)
+    quantized = quantize_model(loaded, spec, fusion or FusionSpec(), text, work, dtype)
     with staged_dir(out) as part:
         compressed.write(quantized, part, dtype)
     shutil.rmtree(work)
@@ -252,7 +257,7 @@ def _bench(arms: Arms, progress: Progress) -> Speed:
     }
     if isinstance(recipe.draft, ModelDraft) and arms.originals.draft is not None and planned.draft is not None:
         float_draft = arms.float_decoder(arms.originals.draft)
-        tokens = real_rows(arms.originals.target.tokenizer)
+        tokens = real_vocab(arms.originals.target.tokenizer)
         float_drafter = ModelDrafter(float_draft, arch.vocab_size, arch.eos_ids, tokens)
         drafters["original"] = (with_lookup(float_drafter, recipe.draft), planned.draft.plain.cost.weight_bytes)
     targets = {"original": (arms.original, planned.target.plain), "quantized": (pair.target, planned.target.bytes)}

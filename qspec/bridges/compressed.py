@@ -246,7 +246,12 @@ class _Linears(Mapping[str, QLinear]):
         self._arch, self._stored, self._schemes = arch, stored, schemes
 
     def __getitem__(self, layer: str) -> QLinear:
-        whole = _read_linear(self._stored, stored_as(self._arch, layer), self._schemes[layer])
+        name = stored_as(self._arch, layer)
+        try:
+            whole = _read_linear(self._stored, name, self._schemes[layer])
+        except (RuntimeError, TypeError, ValueError) as error:  # shapes that do not belong together
+            rule = f"its tensors do not fit one another ({error})"
+            raise SourceError(name, rule, "quantize the model again, or fetch an intact copy") from error
         rows = stored_rows(self._arch, layer)
         return whole if rows is None else taken_rows(whole, *rows)
 
@@ -275,6 +280,8 @@ def _read_linear(stored: _Reader, layer: str, scheme: LayerScheme) -> QLinear:
     else:
         codes = stored.take(f"{layer}.weight")
         n, k = codes.shape
+        if codes.dtype != fmt.storage:
+            raise ValueError(f"codes are {codes.dtype}, {fmt.name} is {fmt.storage}")
     zero = None if scheme.weight.symmetric else stored.take(f"{layer}.weight_zero_point")
     if zero is not None and fmt == INT4:
         zero = unpack_int4(zero.T, n).T
@@ -291,6 +298,8 @@ def _read_outliers(stored: _Reader, layer: str, scheme: LayerScheme, shape: tupl
         return None
     indptr, indices, values = (stored.take(f"{layer}.{part}") for part in _OUTLIERS)
     try:
+        if {indptr.dim(), indices.dim(), values.dim()} != {1} or indptr.is_floating_point():
+            raise ValueError("row ends, columns and values are lists, row ends of integers")
         matrix = SparseMatrix(indptr, indices.int(), values, shape[1])
         if matrix.shape != shape:
             raise ValueError(f"{matrix.shape[0]} rows, the weight has {shape[0]}")
@@ -312,11 +321,18 @@ def _floored(scale: Tensor) -> Tensor:
 
 
 def _read_kv(stored: _Reader, arch: ArchMap, kv: KVScheme | None, name: str) -> dict[str, Tensor]:
-    """Scales of the layers that have stored ones."""
+    """Scales of the layers that have stored ones; raises `SourceError` for another number than heads of one layer."""
     if kv is None or not dict(zip(_KV, (*(part.stored for part in kv.parts), kv.query), strict=True))[name]:
         return {}
+    by = dict(zip(_KV, (*(part.granularity for part in kv.parts), kv.query), strict=True))[name]
+    due = (arch.n_heads if name == "q_scale" else arch.n_kv_heads) if by == "head" else 1
     layers = [f"{layer}.self_attn" for layer in arch.layers if not kv.skips(layer_number(layer))]
-    return {layer: _floored(stored.take(f"{layer}.{name}")).reshape(-1) for layer in layers}
+    scales = {layer: _floored(stored.take(f"{layer}.{name}")).reshape(-1) for layer in layers}
+    for layer, scale in scales.items():
+        if scale.numel() != due:
+            rule = f"holds {scale.numel()} scales, {due} due"
+            raise SourceError(f"{layer}.{name}", rule, "quantize the model again, or fetch an intact copy")
+    return scales
 
 
 def _write_json(path: Path, body: Mapping[str, Any]) -> None:

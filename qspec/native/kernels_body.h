@@ -5,6 +5,9 @@
 #include "kernels.h"
 #include "simd.h"
 
+// Loops over a tile: its accumulators must end up in registers.
+#define UNROLL _Pragma("GCC unroll 8")
+
 namespace {
 
 using qspec::HeadCache;
@@ -87,7 +90,8 @@ void embed(const Matrix& m, bool in_panels, int64_t token, float factor, float* 
   for (int64_t i = 0; i < m.k; ++i) {
     float x;
     if (m.kind == qspec::F32) x = static_cast<const float*>(m.codes)[first + i * step];
-    else x = m.kind == qspec::BF16 ? float_of(static_cast<uint32_t>(words[i * step]) << 16) : half_to_float(words[i * step]);
+    else if (m.kind == qspec::BF16) x = float_of(static_cast<uint32_t>(words[i * step]) << 16);
+    else x = half_to_float(words[i * step]);
     y[i] = x * factor;
   }
 }
@@ -107,7 +111,7 @@ struct Tile {
 };
 
 inline F8 scale_at(const Matrix& w, int panel, int group) {
-  return load(w.scale + (static_cast<int64_t>(panel) * w.groups() + group) * 8);
+  return load(w.scale + (int64_t(panel) * w.groups() + group) * 8);
 }
 
 inline void put(const Tile& t, int p, int r, F8 y) {
@@ -152,32 +156,31 @@ void float_tile(const Tile& t, const typename From::Code* codes, int64_t panel_c
   const int k = t.w.k, group = t.w.scale ? t.w.group : k;
   const float* x = t.x.values + t.row * t.x.stride;
   F8 total[P][R];
-  for (int p = 0; p < P; ++p)
-    for (int r = 0; r < R; ++r) total[p][r] = splat(0.0f);
+  UNROLL for (int p = 0; p < P; ++p)
+    UNROLL for (int r = 0; r < R; ++r) total[p][r] = splat(0.0f);
   for (int begin = 0, g = 0; begin < k; begin += group, ++g) {
     F8 acc[P][R];
-    for (int p = 0; p < P; ++p)
-      for (int r = 0; r < R; ++r) acc[p][r] = splat(0.0f);
+    UNROLL for (int p = 0; p < P; ++p)
+      UNROLL for (int r = 0; r < R; ++r) acc[p][r] = splat(0.0f);
     for (int i = begin; i < begin + group; i += From::STEP) {
       typename From::Block block[P];
-      for (int p = 0; p < P; ++p) block[p] = From::block(codes + p * panel_codes + i / From::STEP * From::CODES);
-#pragma GCC unroll 8
-      for (int j = 0; j < From::STEP; ++j) {
+      UNROLL for (int p = 0; p < P; ++p) block[p] = From::block(codes + p * panel_codes + i / From::STEP * From::CODES);
+      UNROLL for (int j = 0; j < From::STEP; ++j) {
         F8 w[P];
-        for (int p = 0; p < P; ++p) w[p] = From::value(block[p], j);
-        for (int r = 0; r < R; ++r) {
+        UNROLL for (int p = 0; p < P; ++p) w[p] = From::value(block[p], j);
+        UNROLL for (int r = 0; r < R; ++r) {
           const F8 input = splat(x[r * t.x.stride + i + j]);
-          for (int p = 0; p < P; ++p) acc[p][r] = fma(input, w[p], acc[p][r]);
+          UNROLL for (int p = 0; p < P; ++p) acc[p][r] = fma(input, w[p], acc[p][r]);
         }
       }
     }
-    for (int p = 0; p < P; ++p) {
+    UNROLL for (int p = 0; p < P; ++p) {
       const F8 scale = t.w.scale ? scale_at(t.w, t.panel + p, g) : splat(1.0f);
-      for (int r = 0; r < R; ++r) total[p][r] = fma(acc[p][r], scale, total[p][r]);
+      UNROLL for (int r = 0; r < R; ++r) total[p][r] = fma(acc[p][r], scale, total[p][r]);
     }
   }
-  for (int p = 0; p < P; ++p)
-    for (int r = 0; r < R; ++r) put(t, p, r, total[p][r]);
+  UNROLL for (int p = 0; p < P; ++p)
+    UNROLL for (int r = 0; r < R; ++r) put(t, p, r, total[p][r]);
 }
 
 // Exact integer products: int8 pairs widened to int16, added in pairs into int32.
@@ -186,18 +189,18 @@ void int8_tile(const Tile& t, const int8_t* codes, int64_t panel_codes) {
   const int pairs = (t.w.k + 1) / 2;
   const int16_t* x = t.x.codes + t.row * t.x.stride;
   I8 acc[P][R];
-  for (int p = 0; p < P; ++p)
-    for (int r = 0; r < R; ++r) acc[p][r] = zero_i32();
+  UNROLL for (int p = 0; p < P; ++p)
+    UNROLL for (int r = 0; r < R; ++r) acc[p][r] = zero_i32();
   for (int i = 0; i < pairs; ++i) {
     I8 w[P];
-    for (int p = 0; p < P; ++p) w[p] = load_pairs(codes + p * panel_codes + i * 16);
-    for (int r = 0; r < R; ++r) {
+    UNROLL for (int p = 0; p < P; ++p) w[p] = load_pairs(codes + p * panel_codes + i * 16);
+    UNROLL for (int r = 0; r < R; ++r) {
       const I8 input = splat_pair(x + r * t.x.stride + 2 * i);
-      for (int p = 0; p < P; ++p) acc[p][r] = dot_pairs(acc[p][r], w[p], input);
+      UNROLL for (int p = 0; p < P; ++p) acc[p][r] = dot_pairs(acc[p][r], w[p], input);
     }
   }
-  for (int p = 0; p < P; ++p)
-    for (int r = 0; r < R; ++r)
+  UNROLL for (int p = 0; p < P; ++p)
+    UNROLL for (int r = 0; r < R; ++r)
       put(t, p, r, to_float(acc[p][r]) * splat(t.x.scale[t.row + r]) * scale_at(t.w, t.panel + p, 0));
 }
 
@@ -205,7 +208,9 @@ template <class From>
 struct FloatTile {
   using Code = typename From::Code;
   template <int P, int R>
-  static void run(const Tile& t, const Code* codes, int64_t panel_codes) { float_tile<From, P, R>(t, codes, panel_codes); }
+  static void run(const Tile& t, const Code* codes, int64_t panel_codes) {
+    float_tile<From, P, R>(t, codes, panel_codes);
+  }
 };
 struct Int8Tile {
   using Code = int8_t;
@@ -238,17 +243,17 @@ void all_rows(Tile t, const typename Kind::Code* codes, int64_t panel_codes, int
 template <class From>
 void decoded(Tile t, int count, float* scratch) {
   const int k = t.w.k;
-  const int64_t panel_codes = static_cast<int64_t>(k) / From::STEP * From::CODES;
+  const int64_t panel_codes = int64_t(k) / From::STEP * From::CODES;
   const auto* codes = static_cast<const typename From::Code*>(t.w.codes) + t.panel * panel_codes;
   if (t.x.count == 1) return panels<FloatTile<From>, 1>(t, codes, panel_codes, count);
   if (t.x.count == 2) return panels<FloatTile<From>, 2>(t, codes, panel_codes, count);
   for (int p = 0; p < count; ++p)
     for (int i = 0; i < k; i += From::STEP) {
       const auto block = From::block(codes + p * panel_codes + i / From::STEP * From::CODES);
-#pragma GCC unroll 8
-      for (int j = 0; j < From::STEP; ++j) store(scratch + (static_cast<int64_t>(p) * k + i + j) * 8, From::value(block, j));
+      float* to = scratch + (int64_t(p) * k + i) * 8;
+      UNROLL for (int j = 0; j < From::STEP; ++j) store(to + 8 * j, From::value(block, j));
     }
-  all_rows<FloatTile<FromF32>>(t, scratch, static_cast<int64_t>(k) * 8, count);
+  all_rows<FloatTile<FromF32>>(t, scratch, int64_t(k) * 8, count);
 }
 
 void matmul(const Matrix& w, const Rows& x, int first, int last, float* scratch, float* out, int64_t out_stride) {
@@ -256,10 +261,14 @@ void matmul(const Matrix& w, const Rows& x, int first, int last, float* scratch,
   for (int panel = first; panel < last; panel += at_once) {
     const int count = last - panel < at_once ? last - panel : at_once;
     const Tile t{w, panel, x, 0, out + (panel - first) * 8, out_stride};
-    const int64_t floats = static_cast<int64_t>(w.k) * 8, bytes = static_cast<int64_t>((w.k + 1) / 2) * 16;
+    const int64_t floats = int64_t(w.k) * 8, bytes = int64_t((w.k + 1) / 2) * 16;
     switch (w.kind) {
-      case qspec::F32: all_rows<FloatTile<FromF32>>(t, static_cast<const float*>(w.codes) + panel * floats, floats, count); break;
-      case qspec::INT8_DOT: all_rows<Int8Tile>(t, static_cast<const int8_t*>(w.codes) + panel * bytes, bytes, count); break;
+      case qspec::F32:
+        all_rows<FloatTile<FromF32>>(t, static_cast<const float*>(w.codes) + panel * floats, floats, count);
+        break;
+      case qspec::INT8_DOT:
+        all_rows<Int8Tile>(t, static_cast<const int8_t*>(w.codes) + panel * bytes, bytes, count);
+        break;
       case qspec::BF16: decoded<FromBF16>(t, count, scratch); break;
       case qspec::F16: decoded<FromF16>(t, count, scratch); break;
       case qspec::FP8_E4M3: decoded<FromFP8>(t, count, scratch); break;
@@ -306,13 +315,13 @@ void store_cache(int kind, void* to, int64_t stride, const float* x, int dim, fl
 inline int64_t cache_bytes(int kind) { return kind == qspec::FLOAT_CACHE ? 4 : 1; }
 
 void store_key(int kind, HeadCache c, const float* x, int dim, int position) {
-  const int64_t at = static_cast<int64_t>(position / 8) * dim * 8 + position % 8;
+  const int64_t at = int64_t(position / 8) * dim * 8 + position % 8;
   float* scale = c.key_scale + (kind == qspec::INT8_CACHE ? position : 0);
   store_cache(kind, static_cast<char*>(c.keys) + at * cache_bytes(kind), 8, x, dim, scale);
 }
 
 void store_value(int kind, HeadCache c, const float* x, int dim, int position) {
-  const int64_t at = static_cast<int64_t>(position) * dim;
+  const int64_t at = int64_t(position) * dim;
   float* scale = c.value_scale + (kind == qspec::INT8_CACHE ? position : 0);
   store_cache(kind, static_cast<char*>(c.values) + at * cache_bytes(kind), 1, x, dim, scale);
 }
@@ -321,36 +330,38 @@ void store_value(int kind, HeadCache c, const float* x, int dim, int position) {
 template <class From, int B>
 void key_blocks(const float* q, const typename From::Code* keys, int dim, float* scores) {
   F8 acc[B];
-  for (int b = 0; b < B; ++b) acc[b] = splat(0.0f);
+  UNROLL for (int b = 0; b < B; ++b) acc[b] = splat(0.0f);
   for (int d = 0; d < dim; ++d) {
     const F8 query = splat(q[d]);
-    for (int b = 0; b < B; ++b) acc[b] = fma(query, From::block(keys + (static_cast<int64_t>(b) * dim + d) * 8), acc[b]);
+    UNROLL for (int b = 0; b < B; ++b) acc[b] = fma(query, From::block(keys + (int64_t(b) * dim + d) * 8), acc[b]);
   }
-  for (int b = 0; b < B; ++b) store(scores + 8 * b, acc[b]);
+  UNROLL for (int b = 0; b < B; ++b) store(scores + 8 * b, acc[b]);
 }
 
 // y[d] = sum over positions of weight * value, for 8 * C channels.
 template <class From, int C>
 void weighted_values(const float* weights, const typename From::Code* values, int dim, int begin, int end, float* y) {
   F8 acc[C];
-  for (int c = 0; c < C; ++c) acc[c] = splat(0.0f);
+  UNROLL for (int c = 0; c < C; ++c) acc[c] = splat(0.0f);
   for (int l = begin; l < end; ++l) {
     const F8 weight = splat(weights[l]);
-    for (int c = 0; c < C; ++c) acc[c] = fma(weight, From::block(values + static_cast<int64_t>(l) * dim + 8 * c), acc[c]);
+    UNROLL for (int c = 0; c < C; ++c) acc[c] = fma(weight, From::block(values + int64_t(l) * dim + 8 * c), acc[c]);
   }
-  for (int c = 0; c < C; ++c) store(y + 8 * c, acc[c]);
+  UNROLL for (int c = 0; c < C; ++c) store(y + 8 * c, acc[c]);
 }
 
 template <class From>
-void attend_as(int kind, HeadCache c, const float* q, int dim, int begin, int end, float scale, float* scores, float* y) {
+void attend_as(int kind, HeadCache c, const float* q, int dim, int begin, int end, float scale, float* scores,
+               float* y) {
   using Code = typename From::Code;
   const auto* keys = static_cast<const Code*>(c.keys);
   const auto* values = static_cast<const Code*>(c.values);
   const bool int8 = kind == qspec::INT8_CACHE, fp8 = kind == qspec::FP8_CACHE;
   const int first = begin / 8, last = (end + 7) / 8;
   int block = first;
-  for (; block + 4 <= last; block += 4) key_blocks<From, 4>(q, keys + static_cast<int64_t>(block) * dim * 8, dim, scores + 8 * block);
-  for (; block < last; ++block) key_blocks<From, 1>(q, keys + static_cast<int64_t>(block) * dim * 8, dim, scores + 8 * block);
+  const int64_t block_codes = int64_t(dim) * 8;
+  for (; block + 4 <= last; block += 4) key_blocks<From, 4>(q, keys + block * block_codes, dim, scores + 8 * block);
+  for (; block < last; ++block) key_blocks<From, 1>(q, keys + block * block_codes, dim, scores + 8 * block);
 
   const F8 factor = splat(fp8 ? scale * *c.key_scale * 256.0f : scale);
   F8 most = splat(-3e38f);
@@ -393,5 +404,6 @@ void attend(int kind, HeadCache c, const float* q, int dim, int begin, int end, 
 
 namespace qspec {
 extern const Kernels QSPEC_TABLE;
-const Kernels QSPEC_TABLE = {QSPEC_NAME, embed, norm, quantize_int8, round_fp8, matmul, gate, rotate, store_key, store_value, attend};
+const Kernels QSPEC_TABLE = {QSPEC_NAME, embed,  norm,      quantize_int8, round_fp8, matmul,
+                             gate,       rotate, store_key, store_value,   attend};
 }  // namespace qspec

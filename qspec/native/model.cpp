@@ -414,7 +414,9 @@ QSPEC_API Model* qspec_model(Pool* pool, const qspec::Shape* shape, int portable
 }
 
 QSPEC_API void qspec_model_free(Model* model) { delete model; }
-QSPEC_API int qspec_set_layer(Model* m, int i, const qspec::Layer* l) { return qspec::guarded([&] { m->set_layer(i, *l); }); }
+QSPEC_API int qspec_set_layer(Model* m, int i, const qspec::Layer* layer) {
+  return qspec::guarded([&] { m->set_layer(i, *layer); });
+}
 QSPEC_API int qspec_set_rope(Model* m, int i, const float* cos, const float* sin) {
   return qspec::guarded([&] { m->set_rope(i, cos, sin); });
 }

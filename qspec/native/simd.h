@@ -42,7 +42,9 @@ inline F8 max(F8 a, F8 b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline F8 abs(F8 a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 inline I8 round_even(F8 a) { return {_mm256_cvtps_epi32(a.v)}; }
 inline F8 to_float(I8 a) { return {_mm256_cvtepi32_ps(a.v)}; }
-inline F8 power_of_two(I8 e) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e.v, _mm256_set1_epi32(127)), 23))}; }
+inline F8 power_of_two(I8 e) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e.v, _mm256_set1_epi32(127)), 23))};
+}
 inline void store_i16(int16_t* p, I8 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm_packs_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1)));
@@ -51,7 +53,8 @@ inline F8 load_bf16(const uint16_t* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(
       _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16))};
 }
-inline F8 load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline __m128i load_16_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline F8 load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(load_16_bytes(p))}; }
 inline F8 load_i8(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
@@ -61,10 +64,12 @@ inline F8 load_e4m3_256th(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<int16_t>(0xBFFF))))};
 }
 inline I8 load_i32(const int32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
-inline F8 nibble(I8 a, int j) { return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a.v, 28 - 4 * j), 28))}; }
+inline F8 nibble(I8 a, int j) {
+  return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a.v, 28 - 4 * j), 28))};
+}
 inline I8 zero_i32() { return {_mm256_setzero_si256()}; }
 // 16 int8, two per lane, widened to int16 pairs.
-inline I8 load_pairs(const int8_t* p) { return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline I8 load_pairs(const int8_t* p) { return {_mm256_cvtepi8_epi16(load_16_bytes(p))}; }
 inline I8 splat_pair(const int16_t* p) { int32_t pair; std::memcpy(&pair, p, 4); return {_mm256_set1_epi32(pair)}; }
 // acc + the exact int32 dot product of the pairs of each lane.
 inline I8 dot_pairs(I8 acc, I8 a, I8 b) { return {_mm256_add_epi32(acc.v, _mm256_madd_epi16(a.v, b.v))}; }
@@ -99,9 +104,10 @@ inline F8 load_e4m3_256th(const uint8_t* p) {
   return r;
 }
 inline I8 load_i32(const int32_t* p) { I8 r; LANES(p[i]); return r; }
-inline F8 nibble(I8 a, int j) { F8 r; LANES(static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << (28 - 4 * j)) >> 28)); return r; }
+inline int32_t nibble_at(int32_t a, int j) { return int32_t(uint32_t(a) << (28 - 4 * j)) >> 28; }
+inline F8 nibble(I8 a, int j) { F8 r; LANES(static_cast<float>(nibble_at(a.v[i], j))); return r; }
 inline I8 zero_i32() { return I8{}; }
-inline int32_t pair(int16_t low, int16_t high) { return static_cast<int32_t>(static_cast<uint16_t>(low) | static_cast<uint32_t>(static_cast<uint16_t>(high)) << 16); }
+inline int32_t pair(int16_t low, int16_t high) { return int32_t(uint16_t(low) | uint32_t(uint16_t(high)) << 16); }
 inline I8 load_pairs(const int8_t* p) { I8 r; LANES(pair(p[2 * i], p[2 * i + 1])); return r; }
 inline I8 splat_pair(const int16_t* p) { I8 r; LANES(pair(p[0], p[1])); return r; }
 inline int32_t low(int32_t a) { return static_cast<int16_t>(a & 0xFFFF); }

@@ -256,8 +256,11 @@ class Decoder:
         self._observe(f"{name}.k", k)
         self._observe(f"{name}.v", v)
         by_model = partial(scores, scale=a.attention_scale, softcap=a.attention_softcap)
-        own = zip(parts, *(x.split(_counts(parts), 1) for x in (q, k, v)), masks, strict=True)
-        y_TK = _joined([rows.attend(i, by_model, *heads, mask_TL, layer.window) for rows, *heads, mask_TL in own])
+        if len(parts) == 1:
+            y_TK = parts[0].attend(i, by_model, q, k, v, masks[0], layer.window)
+        else:
+            own = zip(parts, *(x.split(_counts(parts), 1) for x in (q, k, v)), masks, strict=True)
+            y_TK = torch.cat([rows.attend(i, by_model, *x, mask_TL, layer.window) for rows, *x, mask_TL in own])
         self._observe(f"{name}.o_proj", y_TK)
         return layer.o(y_TK)
 

@@ -41,7 +41,8 @@ class NativeDecoder:
         obstacle = self.supports(model)
         assert obstacle is None, obstacle
         self.arch, self._max_length = model.arch, max_length or model.arch.max_positions
-        self._lib, self._pool = _library(), _pool(torch.get_num_threads())
+        self.threads = torch.get_num_threads()
+        self._lib, self._pool = _library(), _pool(self.threads)
         kv = model.plan.kv if isinstance(model, QuantizedModel) else None
         shape = _shape(model.arch, self._max_length, _cache_kind(kv))
         self._model = c_void_p(self._lib.qspec_model(self._pool.handle, byref(shape), int(portable)))
@@ -248,7 +249,17 @@ class _Shape(ctypes.Structure):
     _fields_ = [
         *[
             (name, c_int32)
-            for name in ["layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_length", "rotary"]
+            for name in [
+                "layers",
+                "hidden",
+                "intermediate",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "vocab",
+                "max_length",
+                "rotary",
+            ]
         ],
         *[(name, c_int32) for name in ("activation", "cache", "ropes")],
         *[(name, c_float) for name in ("norm_eps", "attention_scale", "embed_scale")],

@@ -27,9 +27,9 @@ _FIX = {
     "finite_number": "give a finite number",
     "string_too_short": "give a name",
     "string_too_long": "shorten it",
-    "too_short": "give at least one, or remove the field",
     "string_pattern_mismatch": "use lower-case letters, digits and . _ -, starting with a letter or digit",
 }
+_COUNT = {1: "one", 2: "two"}
 _HINT = {"fp8_e5m2": "vLLM refuses E5M2 KV beside FP8 weights, use 'fp8_e4m3'"}
 
 
@@ -124,6 +124,8 @@ def _fix(problem: Any, holder: type[BaseModel]) -> str:
             given = problem["input"]
             given = str(given.get("kind", "") if isinstance(given, dict) else given)
             return _HINT.get(given) or (closest(given, [v for v in valid if v != given]) or "pick one of them").strip()
+        case "too_short":
+            return f"give at least {_COUNT.get(problem['ctx']['min_length'], 'as many')}, or remove the field"
         case "value_error":
             return str(problem["ctx"]["error"]).partition("; ")[2] or "change one of them"
     return _FIX.get(problem["type"], "change the value")

@@ -211,9 +211,9 @@ class QuantSpec(Strict):
 
     @property
     def schemes(self) -> frozenset[Scheme]:
-        """Every scheme that a layer may get."""
-        mixed = self.mixed.candidates if self.mixed is not None else ()
-        return frozenset((self.scheme, *(rule.scheme for rule in self.rules), *mixed))
+        """Every scheme that a layer may get; `mixed` takes the place of `scheme`."""
+        rest = self.mixed.candidates if self.mixed is not None else (self.scheme,)
+        return frozenset((*(rule.scheme for rule in self.rules), *rest))
 
     @model_validator(mode="after")
     def _outliers_have_a_dense_part(self) -> "QuantSpec":

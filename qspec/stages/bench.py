@@ -75,8 +75,8 @@ def bench(
         "seed": recipe.seed,
     }
     runs = measure(arms, requests, recipe, eos_ids, progress)
-    facts = {name: _facts(name, arms) for name in arms}
-    mismatches = _find_mismatches(arms, facts, requests, runs)
+    facts = {name: arm_facts(name, arms) for name in arms}
+    mismatches = find_mismatches(arms, facts, requests, runs)
     betas = _teacher_forced(arms, facts, requests, runs, recipe)
     return bench_stats.summarize(facts, requests, runs, mismatches, bandwidth(), condition, betas)
 
@@ -161,7 +161,7 @@ def _turns(names: list[str], prompts: int, spec: BenchmarkSpec) -> Iterator[tupl
                     yield temperature, repeat, index, name
 
 
-def _facts(name: str, arms: Mapping[str, Arm]) -> ArmFacts:
+def arm_facts(name: str, arms: Mapping[str, Arm]) -> ArmFacts:
     """What the statistics need to know of an arm; `plain` names the plain arm of the same target."""
     arm = arms[name]
     plain = [other for other, a in arms.items() if a.drafter is None and a.target is arm.target]
@@ -200,7 +200,7 @@ def _draft_model(drafter: Drafter | None) -> LM | None:
     return inner.lm if isinstance(inner, ModelDrafter) else None
 
 
-def _find_mismatches(
+def find_mismatches(
     arms: Mapping[str, Arm], facts: Mapping[str, ArmFacts], requests: list[Request], runs: list[Run]
 ) -> dict[str, list[Mismatch]]:
     """Speculative arms' greedy answers that differ from the plain arm of the same target, by arm."""

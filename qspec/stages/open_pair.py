@@ -35,7 +35,7 @@ from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
 from qspec.spec.stats import SpecStats
 from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
-from qspec.stages.pad import real_rows
+from qspec.stages.check import real_vocab
 
 _TIMED_STEPS = 5
 _UNFINISHED = "\ufffd"
@@ -188,7 +188,7 @@ def _drafter(
     assert draft is not None
     assert isinstance(recipe.draft, ModelDraft | SelfDraft)
     decoder = Decoder.from_quantized(draft, max_length=min(length, draft.arch.max_positions), **options)
-    tokens = real_rows(draft.tokenizer)
+    tokens = real_vocab(draft.tokenizer)
     return with_lookup(ModelDrafter(decoder, arch.vocab_size, arch.eos_ids, tokens), recipe.draft)
 
 

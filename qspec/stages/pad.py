@@ -4,20 +4,16 @@ from dataclasses import replace
 
 import torch.nn.functional as F
 
-from qspec.records import LoadedModel, Tokenizer
+from qspec.records import LoadedModel
 
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
-
-
-def real_rows(tokenizer: Tokenizer) -> int:
-    """Rows that stand for tokens; those behind are padding, and what they predict is never drafted."""
-    return max(tokenizer.vocabulary().values()) + 1
 
 
 def match_rows(draft: LoadedModel, rows: int) -> LoadedModel:
     """The draft with `rows` rows in embedding and head: rows of zeros added behind, or padding cut off.
 
     For halves whose tokenizers are equal, so that all rows concerned are padding; runtimes want equal heads.
+    What such a row predicts (0, where every token may be below) is never drafted: see `ModelDrafter`.
     """
     missing = rows - draft.arch.vocab_size
     if missing == 0:

@@ -154,21 +154,22 @@ def resolve(recipe: Recipe) -> PlannedPair:
     width: int = getattr(torch, dtype).itemsize
     stored = STORED if recipe.dtype == "auto" else width
     arch = resolve_arch(recipe.target)
-    target = _half(recipe.target.model, arch, recipe.target.quantization, width, stored)
+    target = plan_half(recipe.target.model, arch, recipe.target.quantization, width, stored)
     draft, head, own_rows = None, None, arch.vocab_size
     if isinstance(recipe.draft, ModelDraft):
         own = resolve_arch(recipe.draft)
         own_rows, padded = own.vocab_size, replace(own, vocab_size=arch.vocab_size)
-        draft = _half(recipe.draft.model, padded, recipe.draft.quantization, width, stored)
+        draft = plan_half(recipe.draft.model, padded, recipe.draft.quantization, width, stored)
     elif isinstance(recipe.draft, SelfDraft):
         own = _truncated(arch, recipe.draft.layers)
-        draft = _half(recipe.target.model, own, recipe.draft.quantization, width, stored)
+        draft = plan_half(recipe.target.model, own, recipe.draft.quantization, width, stored)
     elif isinstance(recipe.draft, MlpDraft):
         head = mlp_footprint(recipe.draft, arch, width)
     return PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
 
 
-def _half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: int) -> PlannedHalf:
+def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: int) -> PlannedHalf:
+    """One model under one plan. width, stored: bytes of a float as computed with, and as stored."""
     plan, original = build_plan(spec), arch
     arch = prepared_arch(arch, spec)
     if spec.mixed is not None:

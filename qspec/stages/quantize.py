@@ -87,7 +87,7 @@ def quantize_unit(
 ) -> dict[str, QLinear]:
     """Layers that read one input and share what is per tensor; `notes` gets a sentence where a scale is made up."""
     moment_K = importance(unit[0], stats)
-    weights, outliers = zip(*(_split(finite_weight(model, layer), scheme, moment_K) for layer in unit), strict=True)
+    weights, outliers = zip(*(_split(model, layer, scheme, moment_K) for layer in unit), strict=True)
     quantized = quantize_weights(weights, scheme.weight, moment_K)
     input_scale = static_input_scale(unit, scheme.activation, stats, notes)
     for layer, weight in zip(unit, quantized, strict=True):
@@ -100,12 +100,18 @@ def quantize_unit(
     }
 
 
-def _split(w_NK: Tensor, scheme: LayerScheme, moment_K: Tensor | None) -> tuple[Tensor, SparseMatrix | None]:
+def _split(
+    model: LoadedModel, layer: str, scheme: LayerScheme, moment_K: Tensor | None
+) -> tuple[Tensor, SparseMatrix | None]:
     """The weight to round, and what of it is kept apart."""
+    w_NK, weight = finite_weight(model, layer), scheme.weight
     if not scheme.outliers:
         return w_NK, None
-    weight = scheme.weight
-    return split(w_NK, scheme.outliers, weight.fmt, weight.granularity, weight.symmetric, moment_K)
+    dense_NK, apart = split(w_NK, scheme.outliers, weight.fmt, weight.granularity, weight.symmetric, moment_K)
+    if not bool(torch.isfinite(apart.values).all()):
+        rule = f"holds {float(w_NK.abs().max()):.3g}, and outliers are stored in float16, up to 65504"
+        raise RecipeError(f"{layer}.weight", rule, "leave outliers out")
+    return dense_NK, apart
 
 
 def finite_weight(model: LoadedModel, layer: str) -> Tensor:

@@ -29,6 +29,7 @@ from qspec.provenance import atomic_write
 from qspec.records import LayerStats, LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.scores import Basis, Scores, UnitScore
+from qspec.stages.allocate import assumed_plan
 from qspec.stages.build_plan import build_plan
 from qspec.stages.calibrate import calibrate_piece
 from qspec.stages.pieces import embedded, pieces
@@ -56,7 +57,11 @@ def kept_scores(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Scores:
-    """The scores in `path` if they are of this model, these settings and this text; else new ones, written there."""
+    """The scores in `path` if they are of this model, these settings and this text; else new ones, written there.
+
+    Raises `RecipeError`, before it measures, for a candidate that the model cannot have or a budget out of reach.
+    """
+    assumed_plan(spec, build_plan(spec), model.arch, width)
     progress = progress or Progress(quiet=True)
     if path.exists():
         stale = "cannot be read"

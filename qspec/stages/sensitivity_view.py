@@ -24,7 +24,7 @@ from qspec.stages.document import Block, Document, Heading, Table, number, size
 from qspec.stages.inspect_model import fitting_group
 from qspec.stages.load import load, resolve_arch
 from qspec.stages.package import source_dtype
-from qspec.stages.rotate import rotate, rotated_arch
+from qspec.stages.prepare import prepare, prepared_arch
 from qspec.stages.sensitivity import kept_scores
 from qspec.stages.units import candidate_schemes, labels
 
@@ -59,13 +59,12 @@ def look(
     progress, recipe = progress or Progress(), _recipe(reference, bits, overrides)
     spec = recipe.target.quantization
     budgets = _budgets(spec, bits)
-    planned = rotated_arch(resolve_arch(recipe.target), spec.rotation)
+    planned = prepared_arch(resolve_arch(recipe.target), spec)
     for budget in budgets:
         assumed_plan(_with(spec, budget), build_plan(spec), planned, _width(recipe, {}))
     model = load(recipe.target)
     rows = calibration_rows(recipe.calibration, model.tokenizer, recipe.seed)
-    if spec.rotation is not None:
-        model, _ = rotate(model, spec.rotation, recipe.seed)
+    model, _ = prepare(model, spec, recipe.seed)
     with TemporaryDirectory() as folder:
         kept = out or Path(folder) / "sensitivity.json"
         scores = kept_scores(

@@ -6,7 +6,7 @@ What was chosen is then fitted to all rows.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 import logging
@@ -20,7 +20,7 @@ from qspec.nn.decoder import Decoder
 from qspec.numerics import gptq
 from qspec.numerics.affine import QTensor
 from qspec.ops.reference import fake_quantize
-from qspec.records import FUSED_GROUPS, LoadedModel, QLinear, QuantizedModel
+from qspec.records import LoadedModel, QLinear, QuantizedModel
 from qspec.stages.calibrate import advanced
 
 DAMPINGS = (0.01, 0.1, 1.0)
@@ -28,8 +28,11 @@ DAMPINGS = (0.01, 0.1, 1.0)
 HELD_OUT = slice(1, None, 4)
 """Rows that are kept out of the second moments."""
 
-_READERS = {group[0].rpartition(".")[2]: [part.rpartition(".")[2] for part in group] for group in FUSED_GROUPS}
-"""Layers that share an input, by the one under whose name the decoder reports it; all others read alone."""
+_PHASES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",), ("lm_head",))
+"""Layers of a piece in the order in which they read: later ones see what earlier ones make of their inputs.
+
+Those of one phase share an input (of each expert), which the decoder reports under the first one's name.
+"""
 
 log = logging.getLogger("qspec")
 
@@ -62,12 +65,22 @@ def refine(
     Hidden states `[T, hidden]` per row before the piece: `exact` as the float model has them, `states` as the quantized
     layers before give them; the latter are returned as they are after it. Scales, plan and all that is not a code stay.
     """
-    linears, choices = dict(rounded.linears), list[Choice]()
-    for layer, weight, choice in _choices(piece, linears, _inputs(piece, rounded, exact, states)):
-        linears[layer] = replace(linears[layer], weight=weight)
-        choices.append(choice)
-        log.info("%s: %s, held-out error %.3f of rounding's", layer, choice.reason, choice.ratio)
-    refined = replace(rounded, linears=linears)
+    done, choices = dict[str, QLinear](), list[Choice]()
+    for phase in _PHASES:
+        members = {name: linear for name, linear in rounded.linears.items() if name.rpartition(".")[2] in phase}
+        inputs = _inputs(piece, replace(rounded, linears=done), members, exact, states) if members else {}
+        for layer, linear in members.items():
+            prefix = layer.removesuffix(layer.rpartition(".")[2])
+            seen = inputs.get(prefix + phase[0])
+            if seen is None:  # an expert that no token was sent to
+                done[layer] = linear
+                continue
+            weight = piece.lm_head() if layer == "lm_head" else piece.tensors[f"{layer}.weight"]
+            codes, choice = _best(layer, weight.float(), linear, seen)
+            done[layer] = replace(linear, weight=codes)
+            choices.append(choice)
+            log.info("%s: %s, held-out error %.3f of rounding's", layer, choice.reason, choice.ratio)
+    refined = replace(rounded, linears={layer: done[layer] for layer in rounded.linears})
     return refined, choices, advanced(_decoder(refined, states), states)
 
 
@@ -134,33 +147,37 @@ def _dot(a_NK: Tensor, b_NK: Tensor) -> float:
 
 
 def _inputs(
-    piece: LoadedModel, rounded: QuantizedModel, exact: Sequence[Tensor], states: Sequence[Tensor]
+    piece: LoadedModel,
+    done: QuantizedModel,
+    members: Mapping[str, QLinear],
+    exact: Sequence[Tensor],
+    states: Sequence[Tensor],
 ) -> dict[str, _Inputs]:
-    """Inputs of the piece's quantized layers by name, while its own layers are in float; the KV cache as it will run.
+    """Inputs of `members` by name, while what is `done` of the piece is quantized; the KV cache as it will run.
 
     Experts are sent other tokens by either model, so that for them D is what rounding the activations takes.
     """
     reader = Decoder.from_float(piece, max_length=max(x_TK.shape[0] for x_TK in exact))
-    runner = _decoder(replace(rounded, linears={}, tensors=piece.tensors), states)
+    runner = _decoder(replace(done, tensors=piece.tensors), states)
     held_out, found = range(len(states))[HELD_OUT], dict[str, _Inputs]()
     for row, (exact_TK, state_TK) in enumerate(zip(exact, states, strict=True)):
-        wanted, seen = _observed(reader, exact_TK), _observed(runner, state_TK)
+        seen = _observed(runner, members, state_TK)
+        wanted = {} if any(".experts." in layer for layer in members) else _observed(reader, members, exact_TK)
         for layer, x_TK in seen.items():
-            if layer not in rounded.linears:  # queries, keys and values, and layers that stay in float
-                continue
-            linear = rounded.linears[layer]
+            linear = members[layer]
             read = x_TK if linear.activation is None else fake_quantize(x_TK, linear.activation, linear.input_scale)
-            lack = (x_TK if ".experts." in layer else wanted[layer]) - read
-            found.setdefault(layer, _Inputs(x_TK.shape[1])).add(read, lack, row in held_out)
+            lack_TK = wanted.get(layer, x_TK) - read
+            found.setdefault(layer, _Inputs(x_TK.shape[1])).add(read, lack_TK, row in held_out)
     return found
 
 
-def _observed(decoder: Decoder, x_TK: Tensor) -> dict[str, Tensor]:
-    """All that an observer is shown while a piece runs over one row, float32; a window of the KV cache cuts the row."""
+def _observed(decoder: Decoder, members: Container[str], x_TK: Tensor) -> dict[str, Tensor]:
+    """What `members` read while a piece runs over one row, float32; a window of the KV cache cuts the row."""
     seen: dict[str, list[Tensor]] = {}
 
     def keep(name: str, x: Tensor) -> None:
-        seen.setdefault(name, []).append(x.float())
+        if name in members:
+            seen.setdefault(name, []).append(x.float())
 
     decoder.observer = keep
     advanced(decoder, [x_TK])
@@ -169,18 +186,6 @@ def _observed(decoder: Decoder, x_TK: Tensor) -> dict[str, Tensor]:
 
 def _decoder(model: QuantizedModel, states: Sequence[Tensor]) -> Decoder:
     return Decoder.from_quantized(model, max_length=max(x_TK.shape[0] for x_TK in states))
-
-
-def _choices(
-    piece: LoadedModel, linears: Mapping[str, QLinear], inputs: Mapping[str, _Inputs]
-) -> Iterator[tuple[str, QTensor, Choice]]:
-    """Codes of every layer that reads one of the inputs; their factors are made once."""
-    for first, seen in inputs.items():
-        block, _, part = first.rpartition(".")
-        layers = [f"{block}.{reader}" for reader in _READERS[part]] if part in _READERS else [first]
-        for layer in layers:
-            weight = piece.lm_head() if layer == "lm_head" else piece.tensors[f"{layer}.weight"]
-            yield layer, *_best(layer, weight.float(), linears[layer], seen)
 
 
 def _best(layer: str, w_NK: Tensor, linear: QLinear, seen: _Inputs) -> tuple[QTensor, Choice]:

@@ -24,10 +24,9 @@ class Store:
 
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
         self.folder = folder
-        text = json.dumps(key, sort_keys=True, indent=1)
-        if self._read(_KEY) != text:
+        self._key = json.dumps(key, sort_keys=True, indent=1)
+        if self._read(_KEY) != self._key:
             shutil.rmtree(folder, ignore_errors=True)
-            atomic_write(folder / _KEY, text)
         self.records = self._finished()
 
     def keep(
@@ -38,6 +37,8 @@ class Store:
     ) -> None:
         """Add a piece. `states`: named lists of hidden states after it."""
         number = len(self.records)
+        if not number:
+            atomic_write(self.folder / _KEY, self._key)
         flat = {f"{name}.{row}": x_TK for name, rows in states.items() for row, x_TK in enumerate(rows)}
         write_tensors(self._tensors(number), tensors)
         if flat:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qspec.bridges import compressed, sidecar
 from qspec.bridges.tensors import read_tensors, write_index
+from qspec.errors import SourceError
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.progress import Progress
 from qspec.records import LayerStats, LoadedModel, QuantizedModel
@@ -23,7 +24,7 @@ from qspec.schema.recipe import CalibrationSpec, FusionSpec
 from qspec.stages import choose, sequential, transform
 from qspec.stages.build_plan import needs_statistics
 from qspec.stages.calibrate import calibrate_piece
-from qspec.stages.pieces import embedded, piece_plan, pieces
+from qspec.stages.pieces import EMBEDDING, embedded, piece_plan, pieces
 from qspec.stages.quantize import quantize, unseen_experts, unseen_notes
 from qspec.stages.store import Store
 
@@ -81,6 +82,8 @@ def stream(
     todo = list(pieces(model))[len(store.records) :]
     for piece in progress.track(todo, "quantize", len(todo), "layers"):
         whole = replace(piece, tensors=dict(piece.tensors))  # read, and rotated, once
+        for name, tensor in whole.tensors.items():
+            _require_finite(name, tensor)
         done = _quantize(whole, job, piece_plan(schemes, job.plan, piece), states)
         store.keep(dict(compressed.stored_tensors(done.model, job.dtype)), done.record, done.states)
         states = done.states
@@ -103,8 +106,14 @@ def _start(
         sequential.require_judge(texts)
     if store.records:
         return {kind: store.states(kind, len(texts)) for kind in kinds}
+    _require_finite(EMBEDDING, model.tensors[EMBEDDING])
     first = embedded(model, texts)
     return dict.fromkeys(kinds, first)
+
+
+def _require_finite(name: str, tensor: Tensor) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise SourceError(name, "holds NaN or infinity", "use an intact checkpoint of the model")
 
 
 def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str, list[Tensor]]) -> _Done:

@@ -62,7 +62,7 @@ def candidate_schemes(spec: QuantSpec) -> dict[str, LayerScheme | None]:
 
 
 def open_units(plan: QuantPlan, arch: ArchMap) -> list[tuple[str, ...]]:
-    """Layers that no rule of `plan` names, as units in forward order.
+    """Layers that no rule of `plan` names, as units in forward order. Raises `RecipeError` if there are none.
 
     q/k/v and gate/up are one matmul when served. All experts of a layer are one unit: servers run them in one kernel.
     """
@@ -72,6 +72,8 @@ def open_units(plan: QuantPlan, arch: ArchMap) -> list[tuple[str, ...]]:
         if not any(rule.matches(layer) for rule in plan.rules):
             experts, inside, _ = layer.partition(".experts.")
             units.setdefault(experts if inside else owner.get(layer, layer), []).append(layer)
+    if not units:
+        raise RecipeError("mixed", "rules and ignore name every linear layer", "leave some open, or leave mixed out")
     return [tuple(layers) for layers in units.values()]
 
 

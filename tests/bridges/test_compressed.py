@@ -1,6 +1,6 @@
 """Checkpoints on disk, against transformers as it loads and runs them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 import json
 from pathlib import Path
@@ -308,6 +308,31 @@ def test_damaged_outliers_are_named(source: Path, tmp_path: Path, part: str, dam
         kept[name] = kept[name][:-1]
     write_tensors(tmp_path / "model.safetensors", kept)
     with pytest.raises(SourceError, match="weight_outlier"):
+        compressed.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "damage"),
+    [
+        ("mlp.up_proj.weight_scale", lambda x: x[:3]),
+        ("mlp.up_proj.weight", lambda x: x.T),
+        ("mlp.up_proj.weight", lambda x: x.float()),
+        ("mlp.up_proj.weight", lambda x: x.view(torch.uint8)),
+        ("mlp.up_proj.weight_outlier_values", lambda x: x[None]),
+        ("mlp.up_proj.weight_outlier_indptr", lambda x: x.float()),
+        ("self_attn.k_scale", lambda x: x.repeat(2)),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    source: Path, tmp_path: Path, part: str, damage: Callable[[Tensor], Tensor]
+) -> None:
+    """Would catch shapes and types that fail in a kernel, with a traceback and no name."""
+    spec = QuantSpec(outliers=OutlierSpec(share=1.0), kv=KVSpec())
+    compressed.write(quantized(source, spec), tmp_path, torch.float32)
+    stored, name = read_tensors(tmp_path), f"model.layers.1.{part}"
+    kept = {key: damage(stored[key]).clone().contiguous() if key == name else stored[key].clone() for key in stored}
+    write_tensors(tmp_path / "model.safetensors", kept)
+    with pytest.raises(SourceError, match=part.rpartition(".")[0]):
         compressed.read(tmp_path)
 
 

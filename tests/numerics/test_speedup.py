@@ -12,6 +12,8 @@ from qspec.numerics.speedup import (
     expected_tokens,
     operations,
     optimal_gamma,
+    pass_cost,
+    survival,
     walltime_speedup,
 )
 
@@ -85,3 +87,23 @@ def test_alpha_is_recovered_from_truncated_counts() -> None:
 def test_alpha_without_drafts_is_unknown() -> None:
     """Catches a division by zero, and certainty where nothing was tested."""
     assert alpha_from_counts([0, 0], [0, 0]) == (0.0, (0.0, 1.0))
+
+
+def test_rates_by_position_generalise_one_rate() -> None:
+    """Catches rates multiplied from the wrong end, and a last rate that does not go on."""
+    assert survival((0.9, 0.5), 3) == [1, 0.9, 0.45, 0.225]
+    assert expected_tokens((0.9, 0.5), 3) == pytest.approx(2.575)  # a sum of floats
+    for gamma in range(6):
+        assert expected_tokens([0.7] * 3, gamma) == pytest.approx(expected_tokens(0.7, gamma))
+    assert optimal_gamma((0.9, 0.9, 0.1), 0.2, 16) == 2
+    assert optimal_gamma(0.1, 0.9, 16) == 0
+    assert optimal_gamma(0.1, 0.9, 16, least=1) == 1
+
+
+def test_costs_between_and_behind_measured_ones() -> None:
+    """Catches a step function, and an outlier at few rows that makes long drafts look cheaper than short ones."""
+    known = {1: 1.0, 5: 2.0, 9: 4.0}
+    assert [pass_cost(known, n) for n in (1, 3, 5, 7, 9)] == [1.0, 1.5, 2.0, 3.0, 4.0]
+    assert pass_cost(known, 13) == 5.5  # the mean slope, 3 / 8, goes on
+    assert pass_cost({2: 3.0}, 1) == pass_cost({2: 3.0}, 9) == 3.0
+    assert pass_cost({1: 3.0, 5: 1.0}, 9) == 1.0

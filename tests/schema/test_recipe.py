@@ -21,6 +21,7 @@ from qspec.schema.recipe import (
     Recipe,
     SelfDraft,
     SpeculationSpec,
+    SuffixDraft,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,7 @@ def test_every_device_name_has_a_data_sheet():
         ("calibration.samples=0", ["calibration.samples 0", "greater than or equal to 1", "larger"]),
         ("calibration.data=gutenberg", ["calibration.data 'gutenberg'", "must be a list"]),
         ("calibration.data=[]", ["calibration.data []", "at least 1 item; give at least one"]),
+        ("target.quantization.mixed={bits: 6, candidates: [FP8]}", ["at least 2 items; give at least two"]),
         ("calibration.data=[{name: a, weight: 0}]", ["calibration.data[0].weight 0", "give a larger number"]),
         ("calibration.samples=1" + 30 * "0", ["calibration.samples", "less than or equal to 1000000"]),
         ("benchmark.per_category=1" + 30 * "0", ["benchmark.per_category", "less than or equal to 1000000"]),
@@ -129,6 +131,15 @@ def test_every_device_name_has_a_data_sheet():
         ("target.quantization.ignore=['re:(']", ["ignore[0]", "no regular expression"]),
         ("calibration.data=[{name: wikitext2}]", ["evaluation.fidelity.data 'wikitext2'", "calibration text too"]),
         ("speculation.draft_length={k: 20}", ["k 20 is above max_k 16"]),
+        ("speculation.draft_length={policy: optimal, k: 20}", ["k 20 is above max_k 16"]),
+        ("speculation.draft_length={threshold: 0.5}", ["threshold 0.5 is for policy: confidence"]),
+        ("speculation.draft_length={policy: best}", ["speculation.draft_length.policy", "'optimal'"]),
+        ("speculation.draft_length={by_batch: [[2, 4, 5]]}", ["by_batch [2, 4]", "from batch size 1"]),
+        ("speculation.draft_length={by_batch: [[1, 4, 5], [4, 8, 2]]}", ["by_batch [4, 8]", "ends at 4"]),
+        ("speculation.draft_length={by_batch: [[1, 4, 99]]}", ["by_batch[0][2]", "64"]),
+        ("draft={kind: suffix, min_match: 9, max_match: 4}", ["min_match 9 is above max_match 4"]),
+        ("draft={kind: suffix, memory_mb: 0}", ["memory_mb"]),
+        ("draft={kind: self, lookup: prefix}", ["lookup"]),
         ("name=Has Space", ["name 'Has Space'", "lower-case"]),
         ("name.x=1", ["--set 'name.x=1'", "'x' leads into 't'"]),
         ("nonsense", ["--set 'nonsense'", "dotted.key=value"]),
@@ -210,6 +221,7 @@ quantizations = st.builds(
 )
 drafts = st.one_of(
     st.builds(NgramDraft, kind=st.just("ngram"), min_ngram=st.just(1), max_ngram=st.integers(1, 9)),
+    st.builds(SuffixDraft, kind=st.just("suffix"), min_match=st.integers(1, 9), memory_mb=st.floats(0.1, 1e6)),
     st.builds(SelfDraft, kind=st.just("self"), layers=st.none() | st.integers(1, 9), quantization=quantizations),
     st.builds(ModelDraft, kind=st.just("model"), model=words, revision=st.none() | words),
 )
@@ -225,7 +237,14 @@ recipes = st.builds(
     ),
     speculation=st.builds(
         SpeculationSpec,
-        draft_length=st.builds(DraftLengthSpec, k=st.integers(1, 16), max_k=st.just(16)),
+        draft_length=st.builds(
+            DraftLengthSpec,
+            policy=st.just("confidence"),
+            k=st.integers(1, 16),
+            max_k=st.just(16),
+            threshold=st.floats(0.01, 0.99),
+            by_batch=st.just(((1, 4, 5), (8, 64, 0))),
+        ),
         temperature=st.floats(0, 1e30),
         top_p=unit,
         max_length=st.none() | st.integers(16, 10**9),

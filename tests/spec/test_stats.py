@@ -1,9 +1,12 @@
 """Accounting of speculative steps."""
 
 import pytest
+import torch
 
-from qspec.spec.stats import SpecStats, acceptance_by_position
-from qspec.spec.types import StepRecord
+from qspec.numerics.fidelity import sum_of_minima, wilson_interval
+from qspec.spec.stats import SpecStats, acceptance_by_position, intervals_by_position, teacher_forced_betas
+from qspec.spec.types import Sampling, StepRecord
+from tests.spec.toys import TableLM, blend, table
 
 STEPS = [  # drafted, accepted, then seconds of drafting, verifying, the rest; the first step drafts behind a prefill
     StepRecord(4, 4, 9.0, 1.5, 0.1),
@@ -55,3 +58,41 @@ def test_statistics_of_nothing_are_refused() -> None:
     """Catches NaN in a report."""
     with pytest.raises(ValueError, match="no statistics"):
         SpecStats.from_steps([], t_plain_step=1.0)
+
+
+def test_positions_have_intervals_of_their_own_counts() -> None:
+    """Catches intervals over all steps where only some reached a position."""
+    assert intervals_by_position(STEPS)[2] == wilson_interval(1, 3)
+    assert len(intervals_by_position(STEPS)) == len(acceptance_by_position(STEPS))
+
+
+def test_best_length_follows_measured_costs() -> None:
+    """Catches verification taken as free beyond one row: there the longest draft would be best."""
+    free = [StepRecord(4, 3, 0.04, 1.0, 0.0)] * 4 + [StepRecord(4, 4, 0.04, 1.0, 0.0)] * 4
+    dear = [StepRecord(4, 3, 0.04, 1 + 0.9 * 4, 0.0)] * 4 + [StepRecord(4, 4, 0.04, 1 + 0.9 * 4, 0.0)] * 4
+    cheap, costly = (SpecStats.from_steps(steps, t_plain_step=1.0) for steps in (free, dear))
+    assert cheap.best_length == 16
+    assert cheap.best_speedup > cheap.predicted_speedup > 1
+    assert costly.best_length <= 1
+    assert dict(costly.verify_costs) == {1: 1.0, 5: pytest.approx(4.6)}  # a product of floats
+    a = cheap.alpha
+    assert cheap.expected_tokens == pytest.approx(1 + a + a**2 + a**3 + a**4)  # a sum of floats
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=4)], ids=["greedy", "sampled"])
+def test_teacher_forced_rates_are_sums_of_minima_behind_every_token(sampling: Sampling) -> None:
+    """Catches laws of the wrong rows, unfiltered laws, or a draft's padding that takes mass."""
+    target, wide = table(1, 6), torch.full((6, 6, 9), 30.0, dtype=torch.float64)
+    wide[..., :6] = draft = blend(2, target, 0.4)
+    prompt, answer = [3, 1, 4], [2, 2, 0, 5]
+    betas_T = teacher_forced_betas(TableLM(target), TableLM(wide), prompt, answer, sampling)
+    text = [*prompt, *answer]
+    rows = [[sampling.law(t[text[i - 2], text[i - 1]][None]) for t in (target, draft)] for i in range(3, 7)]
+    assert torch.equal(betas_T, torch.cat([sum_of_minima(p, q) for p, q in rows]))
+
+
+def test_teacher_forcing_takes_what_fits() -> None:
+    """Catches an overflow of a draft whose context is shorter than the text."""
+    lm = TableLM(table(1, 6))
+    betas = [teacher_forced_betas(lm, TableLM(table(1, 6), n), [3, 1, 4], [2, 2, 0, 5], Sampling()) for n in (2, 4, 9)]
+    assert [beta.tolist() for beta in betas] == [[], [1.0] * 2, [1.0] * 4]

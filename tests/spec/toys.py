@@ -93,6 +93,25 @@ class Scripted:
         """Nothing to forget."""
 
 
+class ScriptedTree(Scripted):
+    """The same nodes (level by level) at every step, one-hot."""
+
+    def __init__(self, tokens: Sequence[int], parents_K: Sequence[int]) -> None:
+        super().__init__(tokens)
+        self.parents_K = parents_K
+
+    def propose(
+        self,
+        context: list[int],
+        k: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        more: More | None = None,
+    ) -> Proposal:
+        n = sum(depth < k for depth in depths(self.parents_K))
+        return Proposal(torch.tensor(self.tokens[:n]), None, 0.0, tuple(self.parents_K[:n]))
+
+
 class DrawnTree:
     """Draws the nodes of a tree of one shape (level by level) from a table, siblings with or without replacement."""
 

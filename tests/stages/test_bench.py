@@ -12,6 +12,8 @@ from qspec.errors import SourceError
 from qspec.progress import Progress
 from qspec.schema.recipe import BenchmarkSpec, Recipe
 from qspec.schema.results import Measurement, Speed
+from qspec.spec.drafters.model import ModelDrafter
+from qspec.spec.drafters.suffix import SuffixDrafter
 from qspec.spec.types import Generation, StepRecord
 from qspec.stages import bench as stage
 from qspec.stages.bench import Arm
@@ -205,3 +207,35 @@ def test_bandwidth_is_a_rate():
     found = stage.bandwidth(repeats=2)
     assert 5e7 < found.value < 5e13
     assert torch.get_num_threads() == found.condition["threads"]
+
+
+def test_teacher_forced_acceptance_stands_beside_the_counted_one(prompts: str):
+    """Would catch a draft model compared on its own text, laws of other settings, or a number without its interval."""
+    target, draft = Parrot(SCRIPT, noise=0.1), Parrot(SCRIPT, noise=0.2)
+    target.prompt_length = draft.prompt_length = len(Letters().chat([{"role": "user", "content": "question 0"}]))
+    arms = {"plain": Arm(target), "drafting": Arm(target, ModelDrafter(draft), c_hat=0.1)}
+    speed = stage.bench(arms, Letters(), _recipe(prompts), QUIET, eos_ids=[2])
+    (everything, *by_category) = speed.acceptance
+    assert everything.teacher_forced is not None
+    assert (everything.teacher_forced.value, everything.teacher_forced.n) == (1.0, 4 * 12)  # greedy, the same script
+    assert all(a.teacher_forced is None for a in by_category)
+    assert len(everything.per_position_ci) == len(everything.per_position)
+    (prediction,) = speed.predictions
+    drafted = prediction.draft_length
+    assert prediction.operations == pytest.approx((1.1 * drafted + 1) / everything.tokens_per_step)
+    assert prediction.best_length is not None
+
+
+def test_repeats_do_not_ask_a_memory_what_it_has_answered(prompts: str):
+    """Would catch the trap of suffix caches: the second round of the same prompts would be drafted from the first."""
+    target, lookup = Parrot(list(range(40, 90)), noise=0.1), SuffixDrafter()
+    target.prompt_length = len(Letters().chat([{"role": "user", "content": "question 0"}]))
+    arms = {"plain": Arm(target), "drafting": Arm(target, lookup)}
+    requests, _ = stage.load_requests(_recipe(prompts).benchmark, Letters(), room=200)
+    runs = stage.measure(arms, requests, _recipe(prompts, repeats=3), [2], QUIET)
+    rounds = [
+        [(s.drafted, s.accepted) for r in runs if r.arm == "drafting" and r.repeat == n for s in r.generation.steps]
+        for n in range(3)
+    ]
+    assert rounds[0] == rounds[1] == rounds[2]
+    assert any(accepted for _, accepted in rounds[0])  # from the other prompts of its round

@@ -176,3 +176,43 @@ def test_what_an_architecture_costs_in_transformers():
         found = next(x for x in lines if (x.runtime, x.part) == ("transformers", "target"))
         assert found.served == served
         assert part in found.detail
+
+
+def test_suffix_becomes_vllm_s_method():
+    """Would catch keys that vLLM rejects for suffix decoding, a memory that it must not keep, a package left unsaid."""
+    draft = {"kind": "suffix", "max_match": 20, "across_requests": False}
+    assert vllm_speculative_config(recipe(draft=draft)) == {
+        "method": "suffix",
+        "num_speculative_tokens": 5,
+        "suffix_decoding_max_tree_depth": 25,
+        "suffix_decoding_max_cached_requests": 0,
+    }
+    served, detail = line(recipe(draft=draft), "vllm", "draft")
+    assert served
+    assert "arctic-inference" in detail
+    assert line(recipe(draft=draft), "transformers", "draft")[0] is False
+
+
+def test_batch_schedule_reaches_vllm():
+    """Would catch a schedule that the server never hears, or hears with a method that does not know it."""
+    speculation = {"draft_length": {"k": 3, "by_batch": [[1, 8, 3], [9, 64, 0]]}}
+    for draft in ({"kind": "self"}, {"kind": "ngram"}):
+        config = vllm_speculative_config(recipe(draft=draft, speculation=speculation))
+        assert config["num_speculative_tokens_per_batch_size"] == [[1, 8, 3], [9, 64, 0]]
+    suffix = recipe(draft={"kind": "suffix"}, speculation=speculation)
+    assert "num_speculative_tokens_per_batch_size" not in vllm_speculative_config(suffix)
+    assert "by_batch is left out" in line(suffix, "vllm", "draft")[1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "part"), [("heuristic", "+2/-1"), ("confidence", "threshold"), ("optimal", "measured cost")]
+)
+def test_policies_that_vllm_lacks_are_said(policy: str, part: str):
+    """Would catch a pair that promises its adaptive draft length on a server that drafts a fixed one."""
+    r = recipe(speculation={"draft_length": {"policy": policy, "k": 4}}, draft={"kind": "self", "lookup": "ngram"})
+    detail = line(r, "vllm", "draft")[1]
+    assert part in detail
+    assert "fixed at 4" in detail
+    assert "without lookup" in detail
+    snippet = transformers_snippet(r, None)
+    assert ("assistant_confidence_threshold = 0.4" in snippet) is (policy == "confidence")

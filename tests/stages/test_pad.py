@@ -13,10 +13,11 @@ from qspec.schema.recipe import Recipe
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.types import Sampling
 from qspec.stages.build_plan import build_plan
+from qspec.stages.check import real_vocab
 from qspec.stages.fuse import fuse
 from qspec.stages.open_pair import open_pair
 from qspec.stages.package import package
-from qspec.stages.pad import match_rows, real_rows
+from qspec.stages.pad import match_rows
 from qspec.stages.quantize import quantize
 from tests.observed import load
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -73,7 +74,7 @@ def test_a_pair_never_drafts_padding(tmp_path: Path, temperature: float):
     plan = build_plan(recipe.target.quantization)
     made = [fuse(quantize(half, None, plan)) for half in (target, draft)]
     pair = open_pair(package(made[0], made[1], recipe, tmp_path / "out"))
-    assert real_rows(target.tokenizer) == VOCAB_SIZE
+    assert real_vocab(target.tokenizer) == VOCAB_SIZE
     assert isinstance(pair.drafter, ModelDrafter)
     sampling = Sampling(temperature)
     proposal = pair.drafter.propose([1, 7, 9], 5, sampling, torch.Generator().manual_seed(0))

@@ -131,6 +131,15 @@ def test_broken_weights_are_named(model: LoadedModel) -> None:
         quantize(broken, None, build_plan(QuantSpec()))
 
 
+def test_outliers_that_float16_cannot_hold_are_refused(model: LoadedModel) -> None:
+    """Would catch infinity in a checkpoint, which every answer then computes with."""
+    weight = model.tensors[f"{UP}.weight"].clone()
+    weight[0, 0] = 1e6
+    large = replace(model, tensors={**model.tensors, f"{UP}.weight": weight})
+    with pytest.raises(RecipeError, match=f"{UP}.weight: holds 1e\\+06.*float16"):
+        quantize(large, None, build_plan(QuantSpec(outliers=OutlierSpec(share=1.0))))
+
+
 def test_rules_and_the_rest(model: LoadedModel) -> None:
     """Would catch a float layer that is lost, kept twice, or quantized against its rule."""
     rules = (RuleSpec(match="o_proj", scheme="none"), RuleSpec(match="down_proj", scheme="W4A16", group_size=32))

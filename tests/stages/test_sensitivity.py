@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qspec.errors import RecipeError
 from qspec.nn.decoder import Decoder
 from qspec.numerics.fidelity import kl_divergence
 from qspec.plan import QuantPlan, Rule
@@ -100,6 +101,37 @@ def test_other_architectures(kind: str, tmp_path: Path) -> None:
     assert [len(unit.layers) for unit in scores.units] in ([3, 1, 12] * 2, [3, 1, 2, 1] * 2)
     # no order: one token that changes its expert can cost more than all rounding
     assert all(min(unit.errors[:2]) > 0 for unit in scores.units)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"mixed": {"bits": 2}}, "reach 5.000 to 16.000"),
+        ({"mixed": {"bits": 6}, "group_size": 48}, "groups of 48"),
+        ({"mixed": {"bits": 6}, "ignore": ["re:.*"]}, "rules and ignore name every linear layer"),
+        ({"mixed": {"bits": 6}, "rules": [{"match": "q_proj", "scheme": "FP8"}]}, "merge these layers"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_it_is_measured(
+    model: LoadedModel, tmp_path: Path, fields: dict[str, object], part: str
+) -> None:
+    """Would catch a pass over the text whose plan nobody can have, and a division by no weights."""
+    spec = QuantSpec.model_validate({"group_size": 32, **fields})
+    with pytest.raises(RecipeError, match=part):
+        kept_scores(tmp_path / "sensitivity.json", model, [], spec, 2)
+
+
+def test_a_head_of_its_own_is_scored(tmp_path: Path) -> None:
+    """Would catch `qspec sensitivity` that refuses or forgets the head which `untie_head` frees."""
+    from qspec.stages.sensitivity_view import look
+    from tests.jobs import NGRAM_DRAFT, job
+
+    folder = tiny_model("qwen2", tmp_path / "model")
+    quantization = {"group_size": 32, "untie_head": True, "ignore": [], "mixed": {"bits": 7}}
+    recipe = job(tmp_path, folder, NGRAM_DRAFT, target={"model": str(folder), "quantization": quantization})
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.dump(), encoding="utf-8")
+    assert look(str(path)).scores.units[-1].layers == ("lm_head",)
 
 
 def test_kept_scores_are_used_only_for_what_they_were_measured_on(

@@ -30,7 +30,7 @@ ROWS = [[1, *torch.randint(5, VOCAB_SIZE, (95,), generator=GENERATOR).tolist()] 
 JUDGED = ROWS[HELD_OUT]
 W4 = QuantSpec(scheme="W4A16", group_size=32)
 DOWN = "model.layers.0.mlp.down_proj"
-READERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+CHANNELS = {"residual": 16, "key": {"format": "int4", "granularity": "channel", "group": 8}}
 factor = gptq.factor
 
 
@@ -202,6 +202,16 @@ def test_the_whole_model_gains(model: LoadedModel) -> None:
         for q in (rounded, refine(correlated, rounded, ROWS))
     ]
     assert losses[1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("kv", [{"residual": 16}, CHANNELS])
+def test_a_cache_window_that_cuts_rows(model: LoadedModel, kv: dict[str, object]) -> None:
+    """Catches inputs of the last segment alone, where the cache takes rows longer than its window in segments."""
+    spec = W4.model_copy(update={"kv": KVSpec.model_validate({"granularity": "token_head", **kv})})
+    kept = refine(model, quantize(model, None, build_plan(spec)), ROWS)
+    plain = refine(model, quantize(model, None, build_plan(W4)), ROWS)
+    first = "model.layers.0.self_attn.q_proj"  # reads what no cache has touched
+    assert torch.equal(kept.linears[first].weight.codes, plain.linears[first].weight.codes)
 
 
 def test_feedback_leaves_outliers_alone(model: LoadedModel) -> None:

@@ -18,8 +18,8 @@ class TreeDrafter:
 
     After at most `depth` passes it proposes the `nodes` of largest path probability under the draft's law (greedy: at
     temperature 1). They are chosen, not drawn, so they are certain (one-hot), which is exact for sampling too. Nodes
-    that will not be proposed are not read, and nothing is drafted behind one of `eos_ids`. vocab_size: the target's
-    padded vocabulary; ids above it are never drafted.
+    that will not be proposed are not read, and nothing is drafted behind one of `eos_ids`. tokens: how many ids of the
+    target are no padding (default: all of the draft's); ids from there on are never drafted.
     Source: EAGLE-2, arXiv 2406.16858, section 4.
     """
 
@@ -29,11 +29,11 @@ class TreeDrafter:
         width: int = 4,
         depth: int = 4,
         nodes: int = 16,
-        vocab_size: int | None = None,
         eos_ids: Collection[int] = (),
+        tokens: int | None = None,
     ) -> None:
         self._lm, self._width, self._depth, self._nodes = lm, width, depth, nodes
-        self._vocab_size = lm.vocab_size if vocab_size is None else vocab_size
+        self._tokens = lm.vocab_size if tokens is None else tokens
         self._eos_ids = frozenset(eos_ids)
         self._cached: list[int] = []
         self._read = NO_TREE  # nodes that wait behind the cache
@@ -61,7 +61,7 @@ class TreeDrafter:
         self._cached, self._read = [], NO_TREE
 
     def _missing(self, context: list[int]) -> Tensor:
-        """Bring the cache to what it shares with `context`, accepted nodes too; the tokens behind, at least the last."""
+        """Bring the cache to what it shares with `context`, accepted nodes too; the tokens behind it."""
         limit = min(len(self._cached), len(context) - 1)
         common = next((i for i in range(limit) if self._cached[i] != context[i]), limit)
         path = spelled(self._read, context[common:-1]) if common == len(self._cached) else []
@@ -110,5 +110,5 @@ class TreeDrafter:
         return sorted(open_nodes, key=lambda node: -reach_K[node])[: self._width]
 
     def _law(self, logits_TV: Tensor, sampling: Sampling) -> Tensor:
-        logits_TV = logits_TV[:, : self._vocab_size]
+        logits_TV = logits_TV[:, : self._tokens]
         return logits_TV.softmax(-1) if sampling.greedy else sampling.law(logits_TV)

@@ -1,0 +1,41 @@
+"""A matrix of drafts and draft-length policies to compare on the same prompts (`eval/matrices/spec_bench.yaml`)."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from qspec.schema.problems import validate
+from qspec.schema.quantization import Strict
+from qspec.schema.recipe import BenchmarkSpec, Draft, DraftLengthSpec, ModelSpec, Recipe, SpeculationSpec
+from qspec.schema.text import parse_yaml, read_text
+
+
+class SpecSubject(Strict):
+    """A target, the drafts and policies that are tried on it, and the prompts. Every draft meets every policy.
+
+    `max_length`: cache positions; prompts that leave no room for the answer are passed over.
+    """
+
+    target: ModelSpec
+    benchmark: BenchmarkSpec
+    max_length: int = Field(default=2048, ge=16)
+    seed: int = 0
+    drafts: dict[str, Draft] = Field(min_length=1)
+    policies: dict[str, DraftLengthSpec] = Field(min_length=1)
+
+    def recipe(self, draft: str, policy: str, temperature: float) -> Recipe:
+        """The job of one cell. Raises `RecipeError` for what the schema refuses."""
+        return Recipe(
+            name="spec-bench",
+            seed=self.seed,
+            target=self.target,
+            draft=self.drafts[draft],
+            speculation=SpeculationSpec(draft_length=self.policies[policy], max_length=self.max_length),
+            benchmark=self.benchmark.model_copy(update={"temperatures": (temperature,)}),
+        )
+
+
+def read_spec_matrix(path: Path) -> dict[str, SpecSubject]:
+    """The subjects of a matrix file by name; raises `RecipeError` for what is no matrix."""
+    data = parse_yaml(read_text(path, "matrix"), str(path))
+    return {name: validate(SpecSubject, subject, f"{path}: {name}") for name, subject in data.items()}

@@ -1,0 +1,185 @@
+"""Where the time of a token goes, and how far each part is from what this machine's memory allows."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from qspec.bridges.text import prompt_tokens
+from qspec.errors import RecipeError
+from qspec.nn.decoder import Decoder
+from qspec.nn.timed import PARTS, timed
+from qspec.records import QuantizedModel
+from qspec.spec import engine
+from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
+from qspec.stages.bench import bandwidth
+from qspec.stages.build_plan import resolve_plan
+from qspec.stages.document import Block, Document, Heading, Paragraph, Table, number, percent, size
+from qspec.stages.footprint import footprint, weight_bytes
+from qspec.stages.open_pair import LoadedPair, compute_dtype
+
+PROMPT = "Explain step by step how a bicycle stays upright, and then write the steps down again as a list."
+WARM_UP = 4
+_KINDS = {
+    "q_proj": "q/k/v",
+    "k_proj": "q/k/v",
+    "v_proj": "q/k/v",
+    "o_proj": "o",
+    "gate_proj": "gate/up",
+    "up_proj": "gate/up",
+    "down_proj": "down",
+    "lm_head": "head",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Milliseconds per token, their share, and the least that reading the part's stored bytes takes."""
+
+    name: str
+    ms: float
+    share: float
+    bytes: float
+    floor_ms: float
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """The same with drafts, in milliseconds per token; `speedup` over plain decoding in the same run."""
+
+    draft_ms: float
+    verify_ms: float
+    other_ms: float
+    tokens_per_step: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Plain decoding by part, and speculation. `timers`: what measuring added to a token, as a share of it."""
+
+    tokens: int
+    prompt_tokens: int
+    plain_ms: float
+    timers: float
+    parts: tuple[Part, ...]
+    bandwidth: float
+    bytes_per_token: float
+    ceiling_tokens_s: float
+    threads: int
+    speculation: Speculation
+
+    @property
+    def of_ceiling(self) -> float:
+        """Plain decoding's speed as a share of the bandwidth ceiling."""
+        return 1000 / self.plain_ms / self.ceiling_tokens_s
+
+
+def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile:
+    """Decode `tokens` greedily: plainly, under timers, and with drafts. Raises `RecipeError` where they do not fit."""
+    start = prompt_tokens(pair.model.tokenizer, prompt)[0]
+    if len(start) + tokens > pair.target.max_length:
+        rule = f"with a prompt of {len(start)} tokens passes the cache of {pair.target.max_length}"
+        raise RecipeError(f"--tokens {tokens}", rule, "ask for fewer tokens")
+    _decode(pair.target, start, WARM_UP)
+    plain_ms = _ms(_decode(pair.target, start, tokens))
+    with timed(pair.target) as clock:
+        _decode(pair.target, start, 1)
+        clock.seconds.clear()  # the prompt's pass, which the next one makes too
+        _decode(pair.target, start, 1)
+        prefill = dict(clock.seconds)
+        clock.seconds.clear()
+        run = _decode(pair.target, start, tokens)
+    steps = len(run.steps)
+    seconds = {part: max(0.0, clock.seconds[part] - prefill.get(part, 0.0)) / steps for part in PARTS}
+    seconds["sampling"] = max(0.0, sum(s.t_verify for s in run.steps) / steps - sum(seconds.values()))
+    seconds["bookkeeping"] = sum(s.t_other for s in run.steps) / steps
+    rate, read = bandwidth().value, _bytes(pair.model, compute_dtype(pair.recipe.dtype), len(start) + tokens / 2)
+    total = sum(seconds.values())
+    return Profile(
+        tokens=tokens,
+        prompt_tokens=len(start),
+        plain_ms=plain_ms,
+        timers=_ms(run) / plain_ms - 1,
+        parts=tuple(
+            Part(name, 1000 * s, s / total, read.get(name, 0.0), 1000 * read.get(name, 0.0) / rate)
+            for name, s in seconds.items()
+        ),
+        bandwidth=rate,
+        bytes_per_token=sum(read.values()),
+        ceiling_tokens_s=rate / sum(read.values()),
+        threads=torch.get_num_threads(),
+        speculation=_speculation(pair, start, tokens, plain_ms),
+    )
+
+
+def as_data(found: Profile) -> dict[str, Any]:
+    return asdict(found) | {"of_ceiling": found.of_ceiling}
+
+
+def document(found: Profile, name: str) -> Document:
+    """The profile as a page for the terminal."""
+    rows = tuple(
+        (p.name, number(p.ms), percent(p.share), size(p.bytes) if p.bytes else "", _times(p)) for p in found.parts
+    )
+    columns = ("part", "ms/token", "share", "reads", "times its floor")
+    caption = (
+        f"{found.tokens} tokens behind {found.prompt_tokens}, {found.threads} threads. Floor: the stored bytes over "
+        f"{size(found.bandwidth)}/s, as measured. Timers added {percent(found.timers)}."
+    )
+    s = found.speculation
+    ceiling = (
+        f"Plain decoding takes {number(found.plain_ms)} ms per token, {percent(found.of_ceiling)} of the ceiling of "
+        f"{number(found.ceiling_tokens_s)} tokens/s ({size(found.bytes_per_token)} per token)."
+    )
+    drafting = (("drafting", s.draft_ms), ("verification", s.verify_ms), ("bookkeeping", s.other_ms))
+    whole = sum(ms for _, ms in drafting) or 1.0
+    shares = tuple((part, number(ms), percent(ms / whole)) for part, ms in drafting)
+    told = f"{number(s.tokens_per_step)} tokens per step, {number(s.speedup)}× plain decoding."
+    blocks: tuple[Block, ...] = (
+        Paragraph(ceiling),
+        Heading("Plain decoding"),
+        Table(caption, columns, rows),
+        Heading("With drafts"),
+        Table(told, ("part", "ms/token", "share"), shares),
+    )
+    return Document(f"{name}: where the time goes", "", blocks)
+
+
+def _decode(
+    target: Decoder, start: list[int], tokens: int, drafter: Drafter | None = None, policy: DraftLength | None = None
+) -> Generation:
+    generator = torch.Generator().manual_seed(0)
+    return engine.generate(target, drafter, policy, start, tokens, Sampling(), (), generator)
+
+
+def _ms(run: Generation) -> float:
+    return 1000 * run.seconds / (len(run.tokens) - 1)
+
+
+def _speculation(pair: LoadedPair, start: list[int], tokens: int, plain_ms: float) -> Speculation:
+    _decode(pair.target, start, tokens, pair.drafter, pair.policy)
+    run = _decode(pair.target, start, tokens, pair.drafter, pair.policy)
+    made = len(run.tokens) - 1
+    draft, verify, other = (
+        1000 * sum(getattr(s, t) for s in run.steps) / made for t in ("t_draft", "t_verify", "t_other")
+    )
+    return Speculation(draft, verify, other, made / len(run.steps), plain_ms / _ms(run))
+
+
+def _bytes(model: QuantizedModel, dtype: torch.dtype, context: float) -> Mapping[str, float]:
+    """Stored bytes that a plain step reads, by part."""
+    arch, schemes = model.arch, resolve_plan(model.plan, model.arch)
+    read: dict[str, float] = {}
+    for layer, scheme in schemes.items():
+        kind, used = _KINDS.get(layer.rpartition(".")[2], "rest of the pass"), 1.0
+        if ".experts." in layer:
+            kind, used = "activation", arch.experts_per_token / arch.n_experts
+        read[kind] = read.get(kind, 0.0) + used * weight_bytes(arch.linear_shape(layer), scheme, dtype.itemsize)
+    read["attention"] = context * footprint(arch, schemes, model.plan.kv, dtype.itemsize).cost.kv_bytes
+    return read
+
+
+def _times(part: Part) -> str:
+    return f"{number(part.ms / part.floor_ms)}×" if part.floor_ms else ""

@@ -1,0 +1,31 @@
+"""The choice between the C++ core and torch's kernels."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qspec.bridges.hf import load_folder
+from qspec.nn.decoder import Decoder
+from qspec.nn.engines import engine_name, native_obstacle, open_decoder
+from qspec.nn.native import NativeDecoder
+from tests.tiny import tiny_model
+
+
+def test_torch_serves_what_the_core_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a machine without a compiler, a wide dtype or another architecture that fails instead of running."""
+    llama, gemma2 = (load_folder(tiny_model(kind, tmp_path / kind)) for kind in ("llama", "gemma2"))
+    assert isinstance(open_decoder(gemma2), Decoder)
+    assert isinstance(open_decoder(llama, kernels="reference"), Decoder)
+    assert "bfloat16" in (native_obstacle(llama, torch.bfloat16) or "")
+    monkeypatch.setattr(NativeDecoder, "missing", staticmethod(lambda: "no compiler"))
+    assert native_obstacle(llama) == "no compiler"
+    decoder = open_decoder(llama, max_length=20)
+    assert isinstance(decoder, Decoder)
+    assert decoder.max_length == 20
+    assert engine_name(decoder) == "torch kernels"
+    assert [record.message for record in caplog.records] == [
+        "models run on torch's kernels, several times slower: no compiler"
+    ]

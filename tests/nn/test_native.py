@@ -1,0 +1,297 @@
+"""The C++ core against the torch decoder and the reference kernels, and against itself."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from qspec.bridges.hf import load_folder
+from qspec.nn.decoder import Decoder
+from qspec.nn.native import NativeDecoder, native_linear
+from qspec.nn.native_weights import pack_linears
+from qspec.numerics.affine import quantize_weight
+from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from qspec.numerics.formats import FP8_E4M3, INT4, INT8, NumFormat
+from qspec.ops import native_library, reference
+from qspec.ops.native_library import NoLibrary
+from qspec.plan import TensorScheme
+from qspec.records import LayerStats, LoadedModel, QLinear, QuantizedModel
+from qspec.schema.quantization import KVSpec, QuantSpec
+from qspec.spec import engine
+from qspec.spec.draft_length import Fixed
+from qspec.spec.drafters.model import ModelDrafter
+from qspec.spec.types import Sampling
+from qspec.stages.build_plan import build_plan
+from qspec.stages.calibrate import calibrate
+from qspec.stages.quantize import quantize
+from tests.tiny import KINDS, NEWER_KINDS, VOCAB_SIZE, tiny_model
+
+TOKENS = torch.randint(5, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(1))
+SCHEMES = ("W8A8", "W4A16", "FP8", "FP8_DYNAMIC")
+CACHES = (None, KVSpec(format="int8", granularity="token_head"), KVSpec(), KVSpec(granularity="head"))
+
+
+@pytest.fixture(autouse=True)
+def _library() -> None:
+    reason = NativeDecoder.missing()
+    if reason is not None:
+        pytest.skip(f"needs the C++ core: {reason}")
+
+
+Make = Callable[..., QuantizedModel]
+"""`make(kind, scheme, kv, **overrides of the config)`."""
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Tiny models, each built once."""
+
+    @cache
+    def build(kind: str, overrides: tuple[tuple[str, Any], ...]) -> tuple[LoadedModel, LayerStats]:
+        model = load_folder(tiny_model(kind, tmp_path_factory.mktemp(kind), **dict(overrides)))
+        return model, calibrate(model, [TOKENS.tolist()])
+
+    def quantized(kind: str, scheme: Any = "W8A8", kv: KVSpec | None = None, **overrides: Any) -> QuantizedModel:
+        model, stats = build(kind, tuple(overrides.items()))
+        return quantize(model, stats, build_plan(QuantSpec(scheme=scheme, group_size=32, kv=kv)))
+
+    return quantized
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """Logits of one model in two orders of summation."""
+    assert got.shape == want.shape
+    # float32 sums of two layers, before rounding has met a tie
+    assert (got[0] - want[0]).abs().max() < 1e-4
+    # a last-bit difference at the edge of an 8-bit code moves that row, and through the cache later ones, by up to 1 %
+    assert (got - want).norm() < 0.01 * want.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_float_logits_equal_the_torch_decoder(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Catches a wrong head order, rope half, window edge, bias, q/k norm, norm offset, gate, tie or embedding scale."""
+    model = load_folder(tiny_model(kind, tmp_path))
+    model = replace(model, tensors={name: t.to(dtype) for name, t in model.tensors.items()})
+    want = Decoder.from_float(model).forward(TOKENS)
+    # float32 sums of the same products in another order
+    torch.testing.assert_close(NativeDecoder.from_float(model).forward(TOKENS), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "sizes"),
+    [
+        (32, {"hidden_size": 40, "intermediate_size": 52}),
+        (64, {"hidden_size": 33, "intermediate_size": 100, "num_attention_heads": 3, "num_key_value_heads": 3}),
+        (96, {"hidden_size": 48, "intermediate_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1}),
+        (128, {"hidden_size": 56, "intermediate_size": 44}),
+        (256, {"hidden_size": 72, "intermediate_size": 20}),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["none", "W8A8"])
+def test_odd_sizes(head_dim: int, sizes: dict[str, int], scheme: str, make: Make) -> None:
+    """Catches panels, pairs and tails that reach past a width, and head sizes that the values' loop skips."""
+    options: dict[str, Any] = {"head_dim": head_dim, "vocab_size": 301, "attention_bias": True, "mlp_bias": True}
+    model = make("llama", scheme, **sizes, **options)
+    close(NativeDecoder(model).forward(TOKENS), Decoder.from_quantized(model, kernels="reference").forward(TOKENS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_logits_equal_the_reference(kind: str, scheme: str, make: Make) -> None:
+    """Catches scales, codes or activation rounding that are another scheme's."""
+    model = make(kind, scheme)
+    close(NativeDecoder(model).forward(TOKENS), Decoder.from_quantized(model, kernels="reference").forward(TOKENS))
+
+
+@pytest.mark.parametrize("kv", CACHES[1:])
+def test_quantized_caches_equal_the_torch_ones(kv: KVSpec, make: Make) -> None:
+    """Catches a cache scale of another head or position, codes read as another format, or values left in float."""
+    model = make("qwen3", "W4A16", kv)
+    got = NativeDecoder(model).forward(TOKENS)
+    close(got, Decoder.from_quantized(model, kernels="reference").forward(TOKENS))
+    assert not torch.equal(got, NativeDecoder(replace(model, plan=replace(model.plan, kv=None))).forward(TOKENS))
+
+
+def layer(n: int, k: int, fmt: NumFormat, gran: Granularity, activation: TensorScheme | None) -> QLinear:
+    w_NK = torch.randn(n, k, generator=torch.Generator().manual_seed(n)) ** 3
+    static = activation is not None and not activation.dynamic
+    return QLinear(quantize_weight(w_NK, fmt, gran), activation, torch.tensor([0.03]) if static else None, None)
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 64), (13, 96), (40, 33), (96, 576)])
+@pytest.mark.parametrize("portable", [False, True])
+def test_int8_products_are_exact(n: int, k: int, portable: bool) -> None:
+    """Catches sums that saturate or overflow, a lost tail, and activations rounded otherwise than the reference."""
+    linear = layer(n, k, INT8, PerChannel(), TensorScheme(INT8, PerToken(), dynamic=True))
+    x_TK = torch.randn(9, k) * 5
+    x_TK[3] = x_TK[3].sign()  # all codes ±127
+    x_TK[4] = 0
+    x_TK[5] = (torch.arange(k) % 7).float() * 0.5  # ties
+    got = native_linear(pack_linears([linear], [None]), x_TK, portable)
+    assert torch.equal(got, reference.int8_linear(x_TK, linear.weight.codes, linear.weight.scale))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "gran", "activation"),
+    [
+        (INT4, PerGroup(32), None),
+        (INT4, PerGroup(64), None),
+        (INT4, PerGroup(128), None),
+        (INT8, PerChannel(), None),
+        (INT8, PerGroup(64), None),
+        (INT8, PerTensor(), TensorScheme(INT8, PerTensor())),
+        (FP8_E4M3, PerChannel(), None),
+        (FP8_E4M3, PerBlock(16, 128), None),
+        (FP8_E4M3, PerTensor(), TensorScheme(FP8_E4M3, PerTensor())),
+        (FP8_E4M3, PerChannel(), TensorScheme(FP8_E4M3, PerToken(), dynamic=True)),
+    ],
+)
+@pytest.mark.parametrize("portable", [False, True])
+def test_every_format_equals_its_reference(
+    fmt: NumFormat, gran: Granularity, activation: TensorScheme | None, portable: bool
+) -> None:
+    """Catches a group's scale applied to its neighbour, subnormal e4m3 codes, and inputs that are not rounded."""
+    linear = layer(44, 384, fmt, gran, activation)
+    x_TK = torch.randn(7, 384)
+    x_TK[2] *= 1e-3
+    got = native_linear(pack_linears([linear], [None]), x_TK, portable)
+    want = reference.linear(x_TK, linear.weight, activation, linear.input_scale)
+    # float32 sums of 384 products in another order
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("scheme", ["none", *SCHEMES])
+@pytest.mark.parametrize("kv", CACHES)
+def test_rows_are_computed_as_if_alone(scheme: str, kv: KVSpec | None, make: Make) -> None:
+    """Catches sums whose order depends on the number of rows: speculation would change greedy text."""
+    decoder = NativeDecoder(make("mistral", scheme, kv))  # its window is 32
+    alone = torch.cat([decoder.forward(token[None]) for token in TOKENS])
+    for rows in (2, 3, 4, 5, 7, 8, 17, 64, 65):
+        decoder.truncate(20)
+        assert torch.equal(decoder.forward(TOKENS[20 : 20 + rows]), alone[20 : 20 + rows]), rows
+    decoder.truncate(0)
+    assert torch.equal(decoder.forward(TOKENS), alone)
+
+
+@pytest.mark.parametrize("scheme", ["none", "W8A8"])
+def test_truncate_forgets(scheme: str, make: Make) -> None:
+    """Catches rejected draft tokens that still influence what follows, and tails that are another row's."""
+    decoder = NativeDecoder(make("qwen2", scheme, CACHES[1]))
+    want = decoder.forward(TOKENS[:30])
+    decoder.truncate(11)
+    decoder.forward(TOKENS[40:60])
+    decoder.truncate(11)
+    assert decoder.length == 11
+    assert torch.equal(decoder.forward(TOKENS[11:30], last=4), want[26:])
+    decoder.truncate(11)
+    assert torch.equal(decoder.greedy(TOKENS[11:30]), want[11:].argmax(-1))
+
+
+@pytest.mark.parametrize("scheme", ["none", "W8A8", "W4A16", "FP8"])
+def test_thread_counts_give_equal_bits(scheme: str, make: Make) -> None:
+    """Catches a sum that is split between threads, and pieces that are computed twice or by nobody."""
+    model, threads, found = make("llama", scheme), torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            decoder = NativeDecoder(model)
+            found.append(torch.cat([decoder.forward(part) for part in TOKENS.split([70, 1, 19])]))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("scheme", ["none", *SCHEMES])
+def test_portable_code_equals_the_fast_one(scheme: str, make: Make) -> None:
+    """Catches code for other CPUs that this machine never runs otherwise."""
+    model = make("llama", scheme, CACHES[2])
+    portable = NativeDecoder(model, portable=True)
+    assert portable.isa == "portable"
+    close(portable.forward(TOKENS), NativeDecoder(model).forward(TOKENS))
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
+def test_greedy_speculation_equals_plain_decoding(scheme: str, make: Make) -> None:
+    """Catches verification that decides otherwise than decoding, with a draft that is often wrong."""
+    target = NativeDecoder(make("llama", scheme, seed=3))
+    draft = NativeDecoder(make("llama", "W4A16", seed=3))
+    drafter = ModelDrafter(draft, target.vocab_size, ())
+    prompt, law, generator = TOKENS[:12].tolist(), Sampling(), torch.Generator()
+    plain = engine.generate(target, None, None, prompt, 60, law, (), generator)
+    drafted = engine.generate(target, drafter, Fixed(4), prompt, 60, law, (), generator)
+    assert drafted.tokens == plain.tokens
+    assert any(step.accepted for step in drafted.steps)
+
+
+def test_what_is_not_served_is_named(make: Make, tmp_path: Path) -> None:
+    """Catches a model that runs with a part of it silently left out."""
+    for kind in NEWER_KINDS:
+        found = NativeDecoder.supports(load_folder(tiny_model(kind, tmp_path / kind)))
+        assert (found is None) == (kind == "phi3"), kind
+    model = make("llama", "FP8_BLOCK", hidden_size=128, intermediate_size=128, head_dim=64)
+    assert "inputs" in (NativeDecoder.supports(model) or "")
+    window = KVSpec(format="int8", granularity="token_head", residual=8)
+    assert "residual 8" in (NativeDecoder.supports(make("llama", kv=window)) or "")
+
+
+def test_partial_rotation_and_stored_layers(tmp_path: Path) -> None:
+    """Catches dimensions behind the rotated ones that turn with them."""
+    model = load_folder(tiny_model("phi3", tmp_path))
+    want = Decoder.from_float(model).forward(TOKENS)
+    # float32 sums of the same products in another order
+    torch.testing.assert_close(NativeDecoder.from_float(model).forward(TOKENS), want, rtol=1e-4, atol=1e-4)
+
+
+def test_bad_calls_are_refused(make: Make) -> None:
+    """Catches reads outside of the embedding, and a forked process that waits for threads that it does not have."""
+    decoder = NativeDecoder(make("llama"))
+    for token in (-1, VOCAB_SIZE):
+        with pytest.raises(IndexError):
+            decoder.forward(torch.tensor([token]))
+    assert decoder.length == 0
+
+
+def test_forked_process_is_refused(make: Make) -> None:
+    """Catches a child that waits forever for threads that only its parent has."""
+    decoder = NativeDecoder(make("llama"))
+    decoder.forward(TOKENS[:2])
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            decoder.forward(TOKENS[:2])
+            os.write(write, b"ran")
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"forked" in os.read(read, 200)
+    os.close(read), os.close(write)
+
+
+Missing = Literal["compiler", "folder", "source"]
+
+
+@pytest.mark.parametrize("what", ["compiler", "folder", "source"])
+def test_failed_builds_say_why(what: Missing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a build that leaves half a library behind, or an error that is not `NoLibrary`."""
+    folder = tmp_path / "out"
+    if what == "compiler":
+        monkeypatch.setattr(native_library, "compiler", lambda: None)
+    elif what == "folder":
+        folder.write_text("a file")
+    else:
+        (tmp_path / "bad.cpp").write_text("int main( {")
+        monkeypatch.setattr(native_library, "SOURCES", tmp_path)
+    with pytest.raises(NoLibrary):
+        native_library.build(folder)
+    assert not folder.is_dir() or not list(folder.iterdir())

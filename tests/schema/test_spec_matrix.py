@@ -1,0 +1,28 @@
+"""The matrix of drafts and policies."""
+
+from pathlib import Path
+
+import pytest
+
+from qspec.errors import RecipeError
+from qspec.eval_files import eval_dir
+from qspec.schema.spec_matrix import read_spec_matrix
+
+
+def test_the_shipped_matrix_reads_and_every_cell_is_a_recipe() -> None:
+    """Catches a draft or policy that the schema has outgrown, found only after hours of other cells."""
+    for subject in read_spec_matrix(eval_dir() / "matrices/spec_bench.yaml").values():
+        for draft in subject.drafts:
+            for policy in subject.policies:
+                recipe = subject.recipe(draft, policy, 1.0)
+                assert recipe.draft == subject.drafts[draft]
+                assert recipe.speculation.draft_length == subject.policies[policy]
+                assert recipe.benchmark.temperatures == (1.0,)
+
+
+def test_a_mistyped_field_is_named(tmp_path: Path) -> None:
+    """Catches a setting that is ignored because its name is wrong."""
+    path = tmp_path / "matrix.yaml"
+    path.write_text("m: {target: {model: org/m}, benchmark: {}, drafts: {a: {kind: ngram}}, policy: {b: {}}}")
+    with pytest.raises(RecipeError, match="policies"):
+        read_spec_matrix(path)

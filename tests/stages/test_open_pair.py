@@ -1,0 +1,75 @@
+"""A pair from its files: the draft and the policy that its recipe asks for, and answers that they do not change."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qspec.schema.recipe import Recipe, SelfDraft
+from qspec.spec.drafters.combined import CombinedDrafter
+from qspec.spec.drafters.model import ModelDrafter
+from qspec.spec.drafters.suffix import SuffixDrafter
+from qspec.stages.open_pair import LoadedPair, draft_policy, open_pair
+from qspec.stages.package import package
+from tests.stages.pairs import DRAFTS, halves, recipe
+
+LOOKUP = DRAFTS["self"] | {"lookup": "suffix"}
+SUFFIX = {"kind": "suffix", "min_match": 1, "memory_mb": 1}
+POLICIES: tuple[dict[str, Any], ...] = (
+    {"policy": "confidence", "k": 3, "max_k": 8, "threshold": 0.2},
+    {"policy": "optimal", "k": 3, "max_k": 8},
+    {"policy": "optimal", "k": 3, "by_batch": [[1, 8, 2]]},
+)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedPair]:
+    """A one-layer copy of the target behind suffix lookup, the same alone, and lookup alone."""
+    folder = tmp_path_factory.mktemp("pairs")
+    target, draft = halves(folder / "source")
+    base = recipe().model_dump()
+    jobs = {name: Recipe.model_validate(base | {"draft": d}) for name, d in (("both", LOOKUP), ("suffix", SUFFIX))}
+    made = {name: package(target, draft if name == "both" else None, job, folder / name) for name, job in jobs.items()}
+    return {"self": open_pair(package(target, draft, recipe(), folder / "self"))} | {
+        name: open_pair(pair) for name, pair in made.items()
+    }
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{policy['policy']} {len(policy)}")
+@pytest.mark.parametrize("name", ["self", "both", "suffix"])
+def test_answers_are_those_of_plain_decoding(pairs: dict[str, LoadedPair], name: str, policy: dict[str, Any]) -> None:
+    """Catches a draft kind or policy of the recipe that the engine runs at the price of another answer."""
+    fields = {"draft_length": {**policy}}
+    job = Recipe.model_validate(pairs[name].recipe.model_dump() | {"speculation": fields})
+    pair = replace(pairs[name], policy=draft_policy(job.speculation.draft_length))
+    steps = []
+    for _ in range(2):
+        plain = pair.generate("the quick", 24, speculative=False).generation
+        drafted = pair.generate("the quick", 24, domain="fox").generation
+        assert drafted.tokens == plain.tokens
+        assert not any(step.drafted for step in plain.steps)
+        steps += drafted.steps
+    assert any(step.drafted for step in steps)
+
+
+def test_drafters_are_those_of_the_recipe(pairs: dict[str, LoadedPair]) -> None:
+    """Catches a lookup that is ignored, and new drafters that share a memory with the old one."""
+    assert isinstance(pairs["both"].recipe.draft, SelfDraft)
+    kinds = {name: type(pair.drafter) for name, pair in pairs.items()}
+    assert kinds == {"self": ModelDrafter, "both": CombinedDrafter, "suffix": SuffixDrafter}
+    for name, pair in pairs.items():
+        assert type(pair.new_drafter()) is kinds[name]
+        assert pair.new_drafter() is not pair.drafter or name == "self"
+
+
+def test_a_pair_without_weights_says_its_kind(pairs: dict[str, LoadedPair], tmp_path: Path) -> None:
+    """Catches a suffix pair that is listed as n-gram, or that ships a draft folder."""
+    manifest = pairs["suffix"].manifest
+    assert (manifest.draft.kind, manifest.draft.folder) == ("suffix", None)
+    assert manifest.speculation["suffix"]["memory_mb"] == 1
+    assert manifest.vllm_speculative_config == {
+        "method": "suffix",
+        "num_speculative_tokens": 3,
+        "suffix_decoding_max_tree_depth": 35,
+    }

@@ -1,0 +1,62 @@
+"""Where a token's time goes, on a tiny pair."""
+
+
+import pytest
+import torch
+
+from qspec.errors import RecipeError
+from qspec.nn.timed import MATMULS, PARTS, timed
+from qspec.stages import bench
+from qspec.stages.open_pair import LoadedPair, open_pair
+from qspec.stages.package import package
+from qspec.stages.profile import as_data, document, profile
+from qspec.stages.report_text import render
+from tests.stages.pairs import halves, recipe
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
+    folder = tmp_path_factory.mktemp("profile")
+    return open_pair(package(*halves(folder / "source"), recipe(), folder))
+
+
+@pytest.fixture(autouse=True)
+def _small_memory_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "BANDWIDTH_BYTES", 1 << 20)
+
+
+def test_every_part_is_timed_once_and_the_decoder_is_left_as_it_was(pair: LoadedPair) -> None:
+    """Catches a part that a renamed method leaves out, seconds counted twice, wrappers left behind, other logits."""
+    decoder, tokens_T = pair.target, torch.tensor([1, 9, 17])
+    before, layers = dict(vars(decoder)), decoder._layers
+    decoder.truncate(0)
+    plain_TV = decoder.forward(tokens_T)
+    with timed(decoder) as clock:
+        decoder.truncate(0)
+        assert torch.equal(decoder.forward(tokens_T), plain_TV)
+    assert set(clock.seconds) == set(PARTS)
+    assert min(clock.seconds.values()) > 0
+    assert vars(decoder).keys() == before.keys()
+    assert decoder._layers is layers
+
+
+def test_profile_adds_up(pair: LoadedPair) -> None:
+    """Catches milliseconds for seconds, a prompt's pass counted as tokens, and parts without their bytes."""
+    found = profile(pair, tokens=8, prompt="the quick")
+    assert {part.name for part in found.parts} == {*PARTS, "sampling", "bookkeeping"}
+    assert sum(part.share for part in found.parts) == pytest.approx(1)  # a sum of floats
+    by_name = {part.name: part for part in found.parts}
+    assert all(by_name[name].bytes > 0 and by_name[name].floor_ms > 0 for name in (*MATMULS, "attention"))
+    assert found.bytes_per_token == sum(part.bytes for part in found.parts)
+    assert found.of_ceiling == pytest.approx(1000 / found.plain_ms / found.ceiling_tokens_s)
+    assert 1 <= found.speculation.tokens_per_step <= 4  # fixed k = 3
+    assert as_data(found)["parts"][0]["name"] == "embedding"
+    text = render(document(found, "pair"))
+    assert "gate/up" in text
+    assert "tokens per step" in text
+
+
+def test_more_tokens_than_the_cache_holds_are_refused(pair: LoadedPair) -> None:
+    """Catches an assertion deep in the decoder instead of one line."""
+    with pytest.raises(RecipeError, match="--tokens 1000"):
+        profile(pair, tokens=1000)
