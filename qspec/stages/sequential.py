@@ -7,6 +7,7 @@ What was chosen is then fitted to all rows.
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 import logging
@@ -172,16 +173,28 @@ def _inputs(
 
 
 def _observed(decoder: Decoder, members: Container[str], x_TK: Tensor) -> dict[str, Tensor]:
-    """What `members` read while a piece runs over one row, float32; a window of the KV cache cuts the row."""
+    """What `members` read while a piece runs over one row, float32; a window of the KV cache cuts the row.
+
+    The pass ends where they have read the whole row: what comes after is not of interest.
+    """
     seen: dict[str, list[Tensor]] = {}
+    whole = x_TK.shape[0]
 
     def keep(name: str, x: Tensor) -> None:
         if name in members:
-            seen.setdefault(name, []).append(x.float())
+            parts = seen.setdefault(name, [])
+            parts.append(x.float())
+            if ".experts." not in name and sum(part.shape[0] for part in parts) == whole:
+                raise _Seen
 
     decoder.observer = keep
-    advanced(decoder, [x_TK])
-    return {name: torch.cat(parts, -2) for name, parts in seen.items()}
+    with suppress(_Seen):
+        advanced(decoder, [x_TK])
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+class _Seen(Exception):
+    """Ends a pass whose rest nobody looks at."""
 
 
 def _decoder(model: QuantizedModel, states: Sequence[Tensor]) -> Decoder:

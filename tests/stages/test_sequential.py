@@ -130,7 +130,7 @@ def test_feedback_that_only_fits_its_text_is_refused(
     lines = dict(line.split(": ", 1) for line in caplog.messages)
     assert lines.keys() == quant.linears.keys()
     kept = [layer for layer, line in lines.items() if line.startswith("rounding to nearest, no gain on held-out rows")]
-    assert DOWN in kept
+    assert len(kept) >= 4
     for layer in quant.linears:
         same = torch.equal(quant.linears[layer].weight.codes, rounded.linears[layer].weight.codes)
         assert same == (layer in kept)
