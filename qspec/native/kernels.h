@@ -45,6 +45,14 @@ struct HeadCache {
   float* value_scale;
 };
 
+// Positions [begin, end). Those up to `plain` lie where they are; later ones are nodes of a tree, in `slots`.
+struct Span {
+  int begin, plain, end;
+  const int32_t* slots;
+
+  int slot(int position) const { return position < plain ? position : slots[position - plain]; }
+};
+
 struct Kernels {
   const char* name;
   // A token's row of an F32, BF16 or F16 embedding times `factor`; stored by rows, or in panels (a tied head).
@@ -63,9 +71,11 @@ struct Kernels {
   void (*rotate)(float* x, const float* cos, const float* sin, int rotary);
   void (*store_key)(int kind, HeadCache cache, const float* x, int dim, int position);
   void (*store_value)(int kind, HeadCache cache, const float* x, int dim, int position);
-  // Softmax attention of one query over positions [begin, end). scores: room for end + 16 floats.
-  void (*attend)(int kind, HeadCache cache, const float* q, int dim, int begin, int end, float scale, float* scores,
+  // Softmax attention of one query over what it sees. scores: room for span.end + 16 floats.
+  void (*attend)(int kind, HeadCache cache, const float* q, int dim, const Span& span, float scale, float* scores,
                  float* y);
+  // Copy a position's key and value over another one's.
+  void (*move_position)(int kind, HeadCache cache, int dim, int from, int to);
 };
 
 extern const Kernels portable_kernels;

@@ -13,6 +13,7 @@ namespace {
 using qspec::HeadCache;
 using qspec::Matrix;
 using qspec::Rows;
+using qspec::Span;
 
 constexpr float SCALE_FLOOR = 1.0f / (448.0f * 512.0f);  // numerics/formats.py
 
@@ -338,66 +339,94 @@ void key_blocks(const float* q, const typename From::Code* keys, int dim, float*
   UNROLL for (int b = 0; b < B; ++b) store(scores + 8 * b, acc[b]);
 }
 
+// Dot products with all that the query sees, position by position: a tree's nodes take their place in its path, so
+// that a path gives the bits that it would give as a sequence.
+template <class From>
+void dot_products(const float* q, const typename From::Code* keys, int dim, const Span& span, float* scores) {
+  const int64_t block_codes = int64_t(dim) * 8;
+  const int last = (span.plain + 7) / 8;
+  int block = span.begin / 8;
+  for (; block + 4 <= last; block += 4) key_blocks<From, 4>(q, keys + block * block_codes, dim, scores + 8 * block);
+  for (; block < last; ++block) key_blocks<From, 1>(q, keys + block * block_codes, dim, scores + 8 * block);
+  for (int l = span.plain; l < span.end; ++l) {
+    float lanes[8];
+    key_blocks<From, 1>(q, keys + span.slot(l) / 8 * block_codes, dim, lanes);
+    scores[l] = lanes[span.slot(l) % 8];
+  }
+}
+
 // y[d] = sum over positions of weight * value, for 8 * C channels.
 template <class From, int C>
-void weighted_values(const float* weights, const typename From::Code* values, int dim, int begin, int end, float* y) {
+void weighted_values(const float* weights, const typename From::Code* values, int dim, const Span& span, float* y) {
   F8 acc[C];
   UNROLL for (int c = 0; c < C; ++c) acc[c] = splat(0.0f);
-  for (int l = begin; l < end; ++l) {
+  for (int l = span.begin; l < span.end; ++l) {
     const F8 weight = splat(weights[l]);
-    UNROLL for (int c = 0; c < C; ++c) acc[c] = fma(weight, From::block(values + int64_t(l) * dim + 8 * c), acc[c]);
+    const auto* value = values + int64_t(span.slot(l)) * dim;
+    UNROLL for (int c = 0; c < C; ++c) acc[c] = fma(weight, From::block(value + 8 * c), acc[c]);
   }
   UNROLL for (int c = 0; c < C; ++c) store(y + 8 * c, acc[c]);
 }
 
-template <class From>
-void attend_as(int kind, HeadCache c, const float* q, int dim, int begin, int end, float scale, float* scores,
-               float* y) {
-  using Code = typename From::Code;
-  const auto* keys = static_cast<const Code*>(c.keys);
-  const auto* values = static_cast<const Code*>(c.values);
-  const bool int8 = kind == qspec::INT8_CACHE, fp8 = kind == qspec::FP8_CACHE;
-  const int first = begin / 8, last = (end + 7) / 8;
-  int block = first;
-  const int64_t block_codes = int64_t(dim) * 8;
-  for (; block + 4 <= last; block += 4) key_blocks<From, 4>(q, keys + block * block_codes, dim, scores + 8 * block);
-  for (; block < last; ++block) key_blocks<From, 1>(q, keys + block * block_codes, dim, scores + 8 * block);
+// scores[l] *= scale of its slot, which an INT8 cache has.
+inline void times_scales(float* scores, const float* scale, const Span& span) {
+  for (int l = span.begin; l < span.end; ++l) scores[l] *= scale[span.slot(l)];
+}
 
-  const F8 factor = splat(fp8 ? scale * *c.key_scale * 256.0f : scale);
+// Softmax in place, but for the division: returns what to divide by. Lanes outside of the span count for nothing.
+float weigh(float* scores, const Span& span, float factor) {
+  const int first = span.begin / 8 * 8, last = (span.end + 7) / 8 * 8;
+  const auto clear = [&](float with) {
+    for (int l = first; l < span.begin; ++l) scores[l] = with;
+    for (int l = span.end; l < last; ++l) scores[l] = with;
+  };
+  clear(-1e30f);
   F8 most = splat(-3e38f);
-  for (block = first; block < last; ++block) {
-    float* s = scores + 8 * block;
-    F8 scaled = load(s) * factor;
-    if (int8) scaled = scaled * load(c.key_scale + 8 * block);
-    store(s, scaled);
-    for (int i = 0; i < 8; ++i)
-      if (8 * block + i < begin || 8 * block + i >= end) s[i] = -3e38f;
-    most = max(most, load(s));
-  }
+  for (int l = first; l < last; l += 8) most = max(most, load(scores + l) * splat(factor));
   const F8 top = splat(largest(most));
+  for (int l = first; l < last; l += 8) store(scores + l, exp(load(scores + l) * splat(factor) - top));
+  clear(0.0f);
   F8 mass = splat(0.0f);
-  for (block = first; block < last; ++block) {
-    float* s = scores + 8 * block;
-    store(s, exp(load(s) - top));
-    for (int i = 0; i < 8; ++i)
-      if (8 * block + i < begin || 8 * block + i >= end) s[i] = 0.0f;
-    mass = mass + load(s);
-    if (int8) store(s, load(s) * load(c.value_scale + 8 * block));
-  }
+  for (int l = first; l < last; l += 8) mass = mass + load(scores + l);
+  return sum(mass);
+}
+
+template <class From>
+void attend_as(int kind, HeadCache c, const float* q, int dim, const Span& span, float scale, float* scores, float* y) {
+  const auto* keys = static_cast<const typename From::Code*>(c.keys);
+  const auto* values = static_cast<const typename From::Code*>(c.values);
+  const bool int8 = kind == qspec::INT8_CACHE, fp8 = kind == qspec::FP8_CACHE;
+  dot_products<From>(q, keys, dim, span, scores);
+  if (int8) times_scales(scores, c.key_scale, span);
+  const float mass = weigh(scores, span, fp8 ? scale * *c.key_scale * 256.0f : scale);
+  if (int8) times_scales(scores, c.value_scale, span);
   int d = 0;
-  for (; d + 64 <= dim; d += 64) weighted_values<From, 8>(scores, values + d, dim, begin, end, y + d);
-  for (; d + 32 <= dim; d += 32) weighted_values<From, 4>(scores, values + d, dim, begin, end, y + d);
-  for (; d < dim; d += 8) weighted_values<From, 1>(scores, values + d, dim, begin, end, y + d);
-  const F8 share = splat((fp8 ? *c.value_scale * 256.0f : 1.0f) / sum(mass));
+  for (; d + 64 <= dim; d += 64) weighted_values<From, 8>(scores, values + d, dim, span, y + d);
+  for (; d + 32 <= dim; d += 32) weighted_values<From, 4>(scores, values + d, dim, span, y + d);
+  for (; d < dim; d += 8) weighted_values<From, 1>(scores, values + d, dim, span, y + d);
+  const F8 share = splat((fp8 ? *c.value_scale * 256.0f : 1.0f) / mass);
   for (d = 0; d < dim; d += 8) store(y + d, load(y + d) * share);
 }
 
-void attend(int kind, HeadCache c, const float* q, int dim, int begin, int end, float scale, float* scores, float* y) {
+void attend(int kind, HeadCache c, const float* q, int dim, const Span& span, float scale, float* scores, float* y) {
   switch (kind) {
-    case qspec::FLOAT_CACHE: return attend_as<FromF32>(kind, c, q, dim, begin, end, scale, scores, y);
-    case qspec::INT8_CACHE: return attend_as<FromINT8>(kind, c, q, dim, begin, end, scale, scores, y);
-    case qspec::FP8_CACHE: return attend_as<FromFP8>(kind, c, q, dim, begin, end, scale, scores, y);
+    case qspec::FLOAT_CACHE: return attend_as<FromF32>(kind, c, q, dim, span, scale, scores, y);
+    case qspec::INT8_CACHE: return attend_as<FromINT8>(kind, c, q, dim, span, scale, scores, y);
+    case qspec::FP8_CACHE: return attend_as<FromFP8>(kind, c, q, dim, span, scale, scores, y);
   }
+}
+
+void move_position(int kind, HeadCache c, int dim, int from, int to) {
+  const int64_t size = cache_bytes(kind), block = int64_t(dim) * 8 * size;
+  char* keys = static_cast<char*>(c.keys);
+  char* values = static_cast<char*>(c.values);
+  for (int d = 0; d < dim; ++d)
+    std::memcpy(keys + to / 8 * block + (d * 8 + to % 8) * size, keys + from / 8 * block + (d * 8 + from % 8) * size,
+                static_cast<size_t>(size));
+  std::memcpy(values + int64_t(to) * dim * size, values + int64_t(from) * dim * size, static_cast<size_t>(dim * size));
+  if (kind != qspec::INT8_CACHE) return;
+  c.key_scale[to] = c.key_scale[from];
+  c.value_scale[to] = c.value_scale[from];
 }
 
 }  // namespace
@@ -405,5 +434,5 @@ void attend(int kind, HeadCache c, const float* q, int dim, int begin, int end, 
 namespace qspec {
 extern const Kernels QSPEC_TABLE;
 const Kernels QSPEC_TABLE = {QSPEC_NAME, embed,  norm,      quantize_int8, round_fp8, matmul,
-                             gate,       rotate, store_key, store_value,   attend};
+                             gate,       rotate, store_key, store_value,   attend,    move_position};
 }  // namespace qspec

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <vector>
 
@@ -105,6 +106,65 @@ struct Thread {
   Rows rows() const { return {values.get(), codes.get(), row_scale.get(), 0, 0}; }
 };
 
+}  // namespace
+
+// Keys and values of one sequence.
+class Sequence {
+ public:
+  Sequence(const Shape& shape, const Kernels& kernels, const std::vector<Layer>& layers)
+      : s_(shape), run_(kernels), layers_(layers) {
+    const size_t positions = rounded_up(s_.max_length, 8) + 24;  // attention reads whole blocks
+    head_bytes_ = positions * s_.head_dim * (s_.cache == FLOAT_CACHE ? 4 : 1);
+    scales_per_head_ = s_.cache == INT8_CACHE ? positions : 0;
+    const size_t stores = size_t(s_.layers) * s_.kv_heads * 2;
+    codes_ = zeros<char>(stores * head_bytes_);
+    scales_ = zeros<float>(stores * scales_per_head_);
+  }
+
+  HeadCache head(int layer, int head) const {
+    const size_t at = 2 * (size_t(layer) * s_.kv_heads + head);
+    char* codes = codes_.get() + at * head_bytes_;
+    float* scale = scales_.get() + at * scales_per_head_;
+    float* value_scale = scale + scales_per_head_;
+    if (s_.cache == FP8_CACHE) {  // scales of the model; an FP8 cache only reads them
+      scale = const_cast<float*>(layers_[layer].key_scale) + head;
+      value_scale = const_cast<float*>(layers_[layer].value_scale) + head;
+    }
+    return {codes, codes + head_bytes_, scale, value_scale};
+  }
+
+  // Append the nodes of a path. Its nodes rise, so none is overwritten before it has moved.
+  void keep(const int32_t* path, int count) {
+    for (int i = 0; i < count; ++i)
+      for (int layer = 0; layer < s_.layers && path[i] != i; ++layer)
+        for (int h = 0; h < s_.kv_heads; ++h)
+          run_.move_position(s_.cache, head(layer, h), s_.head_dim, length + path[i], length + i);
+    length += count;
+  }
+
+  int length = 0;
+
+ private:
+  const Shape& s_;
+  const Kernels& run_;
+  const std::vector<Layer>& layers_;
+  Buffer<char> codes_;
+  Buffer<float> scales_;
+  size_t head_bytes_, scales_per_head_;
+};
+
+namespace {
+
+// A token of a pass: where it is written, at which position it stands, and what it sees (from `begin` 0 on).
+struct Row {
+  Sequence* sequence;
+  int64_t token;
+  int slot;
+  Span span;
+
+  int position() const { return span.end - 1; }
+};
+
 class Model {
  public:
   Model(Pool& pool, const Shape& shape, const Kernels& kernels)
@@ -125,12 +185,6 @@ class Model {
       threads_.back().best = zeros<float>(BLOCK);
       threads_.back().best_token = zeros<int64_t>(BLOCK);
     }
-    const size_t positions = rounded_up(s_.max_length, 8) + 24;  // attention reads whole blocks
-    head_bytes_ = positions * s_.head_dim * (s_.cache == FLOAT_CACHE ? 4 : 1);
-    scales_per_head_ = s_.cache == INT8_CACHE ? positions : 1;
-    const size_t stores = size_t(s_.layers) * s_.kv_heads * 2;
-    cache_ = zeros<char>(stores * head_bytes_);
-    cache_scale_ = zeros<float>(stores * scales_per_head_);
   }
 
   void set_layer(int i, const Layer& given) {
@@ -141,11 +195,8 @@ class Model {
     layer.q_norm = arena_.copy(given.q_norm, s_.head_dim);
     layer.k_norm = arena_.copy(given.k_norm, s_.head_dim);
     for (Matrix* m : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) keep(*m);
-    if (s_.cache != FP8_CACHE) return;
-    for (int h = 0; h < s_.kv_heads; ++h) {
-      *cache(i, h).key_scale = given.key_scale[h];
-      *cache(i, h).value_scale = given.value_scale[h];
-    }
+    layer.key_scale = arena_.copy(given.key_scale, s_.kv_heads);
+    layer.value_scale = arena_.copy(given.value_scale, s_.kv_heads);
   }
 
   void set_rope(int which, const float* cos, const float* sin) {
@@ -163,24 +214,52 @@ class Model {
   }
 
   const Shape& shape() const { return s_; }
-  int length() const { return length_; }
-  void truncate(int length) { length_ = length; }
   Pool& pool() const { return pool_; }
+  Sequence* sequence() const { return new Sequence(s_, run_, layers_); }
 
-  // Append tokens; logits [last, vocab] or the best tokens [last] of the last ones.
-  void forward(const int64_t* tokens, int count, int last, float* logits, int64_t* best) {
-    for (int begin = 0; begin < count; begin += BLOCK) {
-      const int rows = std::min(BLOCK, count - begin);
-      const int wanted = std::max(0, std::min(rows, begin + rows - (count - last)));
-      const int64_t done = std::max(0, begin - (count - last));
+  // Append tokens to sequences; logits [last, vocab] or the best tokens [last] of the last rows of all.
+  void forward(const Part* parts, int count, int last, float* logits, int64_t* best) {
+    std::lock_guard<std::mutex> one(calls_);
+    list_rows(parts, count);
+    const int rows = static_cast<int>(rows_.size());
+    for (int begin = 0; begin < rows; begin += BLOCK) {
+      const int size = std::min(BLOCK, rows - begin);
+      const int wanted = std::max(0, std::min(size, begin + size - (rows - last)));
+      const int64_t done = std::max(0, begin - (rows - last));
       float* to = logits ? logits + done * s_.vocab : nullptr;
-      pool_.run([&](int thread) { pass(thread, tokens + begin, rows, wanted, to); });
+      pool_.run([&](int thread) { pass(thread, rows_.data() + begin, size, wanted, to); });
       if (best && wanted) collect_best(wanted, best + done);
-      length_ += rows;
     }
+    for (const Part* part = parts; part < parts + count; ++part)
+      if (!part->parents) part->sequence->length += part->count;
   }
 
  private:
+  void list_rows(const Part* parts, int count) {
+    rows_.clear();
+    slots_.clear();
+    for (const Part* part = parts; part < parts + count; ++part)
+      for (int t = 0; t < part->count; ++t) rows_.push_back(part->parents ? node(*part, t) : next(*part, t));
+    for (Row& row : rows_)  // the list of slots has stopped growing
+      if (row.span.end > row.span.plain) row.span.slots = slots_.data() + row.span.begin;
+    for (Row& row : rows_) row.span.begin = 0;
+  }
+
+  static Row next(const Part& part, int t) {
+    const int slot = part.sequence->length + t;
+    return {part.sequence, part.tokens[t], slot, {0, slot + 1, slot + 1, nullptr}};
+  }
+
+  // A node sees the sequence and its own path; until all slots are listed, `begin` is where its own start.
+  Row node(const Part& part, int t) {
+    const int length = part.sequence->length, own = part.nodes - part.count + t;
+    const int first = static_cast<int>(slots_.size());
+    for (int i = own; i >= 0; i = part.parents[i]) slots_.push_back(length + i);
+    std::reverse(slots_.begin() + first, slots_.end());
+    const int end = length + static_cast<int>(slots_.size()) - first;
+    return {part.sequence, part.tokens[t], length + own, {first, length, end, nullptr}};
+  }
+
   static Thread scratch_for(size_t rows, size_t widest) {
     Thread t;
     t.values = zeros<float>(rows * widest);
@@ -196,23 +275,16 @@ class Model {
     m.bias = arena_.copy(m.bias, lanes);
   }
 
-  HeadCache cache(int layer, int head) const {
-    const size_t at = 2 * (size_t(layer) * s_.kv_heads + head);
-    char* codes = cache_.get() + at * head_bytes_;
-    float* scale = cache_scale_.get() + at * scales_per_head_;
-    return {codes, codes + head_bytes_, scale, scale + scales_per_head_};
-  }
-
-  void pass(int thread, const int64_t* tokens, int rows, int wanted, float* logits) {
+  void pass(int thread, const Row* given, int rows, int wanted, float* logits) {
     const int dims = s_.heads * s_.head_dim, features = static_cast<int>(rounded_up(s_.intermediate, 8));
     for (int t; (t = pool_.claim()) < rows;)
-      run_.embed(embedding_.codes ? embedding_ : head_, !embedding_.codes, tokens[t], s_.embed_scale,
+      run_.embed(embedding_.codes ? embedding_ : head_, !embedding_.codes, given[t].token, s_.embed_scale,
                  hidden_.get() + t * row_stride_);
     pool_.barrier();
     for (int i = 0; i < s_.layers; ++i) {
       const Layer& l = layers_[i];
-      project(thread, i, prepared(thread, l.qkv, hidden_.get(), row_stride_, l.input_norm, rows));
-      attend(thread, i, rows);
+      project(thread, i, given, prepared(thread, l.qkv, hidden_.get(), row_stride_, l.input_norm, rows));
+      attend(thread, i, given, rows);
       add(thread, l.o, prepared(thread, l.o, mixed_.get(), dims, nullptr, rows));
       feed(thread, l.gate_up, prepared(thread, l.gate_up, hidden_.get(), row_stride_, l.mlp_norm, rows));
       add(thread, l.down, prepared(thread, l.down, gated_.get(), features, nullptr, rows));
@@ -261,35 +333,36 @@ class Model {
     return std::clamp(m.panels() / (8 * pool_.size()) / 4 * 4, 4, MOST_PANELS);
   }
 
-  void project(int thread, int i, const Rows& x) {
+  void project(int thread, int i, const Row* given, const Rows& x) {
     const Layer& l = layers_[i];
     const int dim = s_.head_dim;
     pieces(thread, l.qkv, x, dim / 8, [&](int first, int, float* out, int64_t stride) {
       const int head = first * 8 / dim;
-      for (int t = 0; t < x.count; ++t) finish_head(i, head, length_ + t, t, out + t * stride);
+      for (int t = 0; t < x.count; ++t) finish_head(i, head, given[t], t, out + t * stride);
     });
   }
 
-  void finish_head(int i, int head, int position, int t, float* x) {
+  void finish_head(int i, int head, const Row& row, int t, float* x) {
     const Layer& l = layers_[i];
     const int dim = s_.head_dim, keys = head - s_.heads, values = keys - s_.kv_heads;
-    if (values >= 0) return run_.store_value(s_.cache, cache(i, values), x, dim, position);
+    if (values >= 0) return run_.store_value(s_.cache, row.sequence->head(i, values), x, dim, row.slot);
     const float* gain = keys < 0 ? l.q_norm : l.k_norm;
     if (gain) run_.norm(x, gain, s_.norm_eps, dim, x);
-    const int64_t angles = int64_t(position) * (s_.rotary / 2);
+    const int64_t angles = int64_t(row.position()) * (s_.rotary / 2);
     run_.rotate(x, ropes_[2 * l.rope] + angles, ropes_[2 * l.rope + 1] + angles, s_.rotary);
-    if (keys >= 0) return run_.store_key(s_.cache, cache(i, keys), x, dim, position);
+    if (keys >= 0) return run_.store_key(s_.cache, row.sequence->head(i, keys), x, dim, row.slot);
     std::memcpy(query_.get() + (int64_t(t) * s_.heads + head) * dim, x, sizeof(float) * dim);
   }
 
-  void attend(int thread, int i, int rows) {
+  void attend(int thread, int i, const Row* given, int rows) {
     const int dim = s_.head_dim, shared_by = s_.heads / s_.kv_heads, window = layers_[i].window;
     for (int n; (n = pool_.claim()) < rows * s_.heads;) {
-      const int t = n % rows, head = n / rows, end = length_ + t + 1;
-      const int begin = window ? std::max(0, end - window) : 0;
+      const int t = n % rows, head = n / rows;
       const int64_t at = (int64_t(t) * s_.heads + head) * dim;
-      run_.attend(s_.cache, cache(i, head / shared_by), query_.get() + at, dim, begin, end, s_.attention_scale,
-                  threads_[thread].scores.get(), mixed_.get() + at);
+      Span span = given[t].span;
+      if (window) span.begin = std::max(0, span.end - window);
+      run_.attend(s_.cache, given[t].sequence->head(i, head / shared_by), query_.get() + at, dim, span,
+                  s_.attention_scale, threads_[thread].scores.get(), mixed_.get() + at);
     }
     pool_.barrier();
   }
@@ -349,12 +422,12 @@ class Model {
   Matrix embedding_{}, head_{};
   const float* norm_ = nullptr;
   int64_t row_stride_;
-  Buffer<float> hidden_, query_, mixed_, gated_, cache_scale_;
-  Buffer<char> cache_;
-  size_t head_bytes_, scales_per_head_;
+  Buffer<float> hidden_, query_, mixed_, gated_;
   Thread shared_;
   std::vector<Thread> threads_;
-  int length_ = 0;
+  std::mutex calls_;
+  std::vector<Row> rows_;       // of the call at hand
+  std::vector<int32_t> slots_;  // of its tree nodes' paths
 };
 
 const Kernels* fastest() {
@@ -393,6 +466,7 @@ bool guarded(const Body& body) {
 
 using qspec::Model;
 using qspec::Pool;
+using qspec::Sequence;
 
 // Name of the instruction set that this CPU gets, or with `portable` of the one that runs anywhere.
 QSPEC_API const char* qspec_isa(int portable) { return (portable ? &qspec::portable_kernels : qspec::fastest())->name; }
@@ -423,15 +497,26 @@ QSPEC_API int qspec_set_rope(Model* m, int i, const float* cos, const float* sin
 QSPEC_API int qspec_set_ends(Model* m, const qspec::Matrix* embedding, const float* norm, const qspec::Matrix* head) {
   return qspec::guarded([&] { m->set_ends(*embedding, norm, *head); });
 }
-QSPEC_API int qspec_length(const Model* m) { return m->length(); }
-QSPEC_API void qspec_truncate(Model* m, int length) { m->truncate(length); }
+
+// Sequences end before their model does.
+QSPEC_API Sequence* qspec_sequence(const Model* m) {
+  Sequence* sequence = nullptr;
+  qspec::guarded([&] { sequence = m->sequence(); });
+  return sequence;
+}
+
+QSPEC_API void qspec_sequence_free(Sequence* s) { delete s; }
+QSPEC_API int qspec_length(const Sequence* s) { return s->length; }
+QSPEC_API void qspec_truncate(Sequence* s, int length) { s->length = length; }
+QSPEC_API void qspec_keep(Sequence* s, const int32_t* path, int count) { s->keep(path, count); }
 
 // 0: done; 1: this process was forked from the one whose threads the pool holds; 2: out of memory; 3: no such token.
-QSPEC_API int qspec_forward(Model* m, const int64_t* tokens, int count, int last, float* logits, int64_t* best) {
+QSPEC_API int qspec_forward(Model* m, const qspec::Part* parts, int count, int last, float* logits, int64_t* best) {
   if (!m->pool().usable()) return 1;
-  for (int t = 0; t < count; ++t)
-    if (tokens[t] < 0 || tokens[t] >= m->shape().vocab) return 3;
-  return qspec::guarded([&] { m->forward(tokens, count, last, logits, best); }) ? 0 : 2;
+  for (int i = 0; i < count; ++i)
+    for (int t = 0; t < parts[i].count; ++t)
+      if (parts[i].tokens[t] < 0 || parts[i].tokens[t] >= m->shape().vocab) return 3;
+  return qspec::guarded([&] { m->forward(parts, count, last, logits, best); }) ? 0 : 2;
 }
 
 // One matmul [rows, n] of float inputs, rounded as the matrix says: for comparison with other implementations.

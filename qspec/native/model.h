@@ -20,4 +20,14 @@ struct Layer {
   int32_t window, rope;
 };
 
+class Sequence;
+
+// Tokens for one sequence: its next ones, or (parents given) the last `count` of a tree of `nodes` at its end.
+struct Part {
+  Sequence* sequence;
+  const int64_t* tokens;
+  const int32_t* parents;
+  int32_t count, nodes;
+};
+
 }  // namespace qspec

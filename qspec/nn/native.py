@@ -5,7 +5,8 @@ greedy speculative decoding equals plain decoding bit for bit. Called through ct
 knows nothing of torch. Weights are packed and copied once; the torch tensors may then be dropped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 import ctypes
 from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache
@@ -18,6 +19,7 @@ from torch import Tensor
 from qspec.nn.attention import rope_tables
 from qspec.nn.native_weights import Packed, linear_obstacle, member_form, pack_linears, pack_rows
 from qspec.numerics.formats import FP8_E4M3, INT8
+from qspec.numerics.trees import Parents
 from qspec.ops import native_library
 from qspec.ops.native_library import NoLibrary
 from qspec.plan import KVScheme
@@ -29,7 +31,12 @@ _FORKED, _NO_MEMORY, _BAD_TOKEN = 1, 2, 3
 
 
 class NativeDecoder:
-    """A causal LM with its own KV cache; implements `nn.lm.LM`. Computes in float32 on the CPU."""
+    """A causal LM with its own KV cache; implements `nn.lm.BatchLM`. Computes in float32 on the CPU."""
+
+    _core: "_Core"
+    _lib: ctypes.CDLL
+    _sequence: c_void_p
+    _tree: Parents  # nodes that wait behind `length`
 
     def __init__(
         self, model: LoadedModel | QuantizedModel, max_length: int | None = None, portable: bool = False
@@ -40,17 +47,10 @@ class NativeDecoder:
         """
         obstacle = self.supports(model)
         assert obstacle is None, obstacle
-        self.arch, self._max_length = model.arch, max_length or model.arch.max_positions
-        self.threads = torch.get_num_threads()
-        self._lib, self._pool = _library(), _pool(self.threads)
-        kv = model.plan.kv if isinstance(model, QuantizedModel) else None
-        shape = _shape(model.arch, self._max_length, _cache_kind(kv))
-        self._model = c_void_p(self._lib.qspec_model(self._pool.handle, byref(shape), int(portable)))
-        if not self._model:
-            raise MemoryError("the KV cache does not fit: choose a smaller max_length")
-        weakref.finalize(self, self._lib.qspec_model_free, self._model)
-        self.isa = self._lib.qspec_isa(int(portable)).decode()
-        self._load(model)
+        self._core = _Core(model, max_length or model.arch.max_positions, portable)
+        self.arch = model.arch
+        self.isa, self.threads = self._core.isa, self._core.threads
+        self._start()
 
     @classmethod
     def from_float(cls, model: LoadedModel, max_length: int | None = None) -> "NativeDecoder":
@@ -85,46 +85,122 @@ class NativeDecoder:
 
     @property
     def max_length(self) -> int:
-        return self._max_length
+        return self._core.max_length
 
     @property
     def length(self) -> int:
-        return int(self._lib.qspec_length(self._model))
+        return int(self._lib.qspec_length(self._sequence))
 
     def truncate(self, length: int) -> None:
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length}"
-        self._lib.qspec_truncate(self._model, length)
+        self._lib.qspec_truncate(self._sequence, length)
+        self._tree = ()
+
+    def fork(self) -> "NativeDecoder":
+        """Another, empty sequence on the same weights."""
+        other = copy(self)
+        other._start()
+        return other
 
     def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
         rows = len(tokens_T) if last is None else min(last, len(tokens_T))
         logits_TV = torch.empty(rows, self.vocab_size)
-        self._run(tokens_T, rows, logits_TV.data_ptr(), None)
+        self._run([self], [tokens_T], [None], logits_TV=logits_TV)
         return logits_TV
 
     def greedy(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
         """Append tokens like `forward`; the likeliest next tokens `[last or T]` only, without their logits."""
         rows = len(tokens_T) if last is None else min(last, len(tokens_T))
         best_T = torch.empty(rows, dtype=torch.int64)
-        self._run(tokens_T, rows, None, best_T.data_ptr())
+        self._run([self], [tokens_T], [None], best_T=best_T)
         return best_T
 
-    def _run(self, tokens_T: Tensor, last: int, logits: int | None, best: int | None) -> None:
-        end = self.length + len(tokens_T)
+    def forward_tree(self, tokens_T: Tensor, parents_K: Parents) -> Tensor:
+        return self.forward_many([self], [tokens_T], [parents_K])[0]
+
+    def keep(self, path: Sequence[int]) -> None:
+        edges = zip((-1, *path), path, strict=False)
+        assert all(self._tree[node] == parent for parent, node in edges), f"{path} is no path from the root"
+        self._lib.qspec_keep(self._sequence, (c_int32 * len(path))(*path), len(path))
+        self._tree = ()
+
+    @classmethod
+    def forward_many(
+        cls, sequences: Sequence["NativeDecoder"], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
+    ) -> list[Tensor]:
+        counts = [len(tokens_T) for tokens_T in tokens]
+        logits_TV = torch.empty(sum(counts), sequences[0].vocab_size)
+        cls._run(sequences, tokens, parents, logits_TV=logits_TV)
+        return list(logits_TV.split(counts))
+
+    def _start(self) -> None:
+        """Hold an empty sequence."""
+        self._lib = self._core.lib
+        self._tree = ()
+        self._sequence = c_void_p(self._lib.qspec_sequence(self._core.handle))
+        if not self._sequence:
+            raise MemoryError("the KV cache does not fit: choose a smaller max_length")
+        # the core is an argument so that it outlives its sequences
+        weakref.finalize(self, _end_sequence, self._core, self._sequence)
+
+    @staticmethod
+    def _run(
+        sequences: Sequence["NativeDecoder"],
+        tokens: Sequence[Tensor],
+        parents: Sequence[Parents | None],
+        logits_TV: Tensor | None = None,
+        best_T: Tensor | None = None,
+    ) -> None:
+        core, asked = sequences[0]._core, list(zip(sequences, tokens, parents, strict=True))
+        assert all(sequence._core is core for sequence in sequences), "forks of different weights"
+        flat = [tokens_T.to("cpu", torch.int64).contiguous() for tokens_T in tokens]
+        parts = [sequence._part(tokens_T, up) for (sequence, _, up), tokens_T in zip(asked, flat, strict=True)]
+        out = logits_TV if best_T is None else best_T
+        assert out is not None
+        core.forward(parts, len(out), logits_TV, best_T)
+        for sequence, _, parents_K in asked:
+            sequence._tree = tuple(parents_K or ())
+
+    def _part(self, tokens_T: Tensor, parents_K: Parents | None) -> "_Part":
+        count, size = len(tokens_T), len(tokens_T) if parents_K is None else len(parents_K)
+        end = self.length + size
         assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
-        tokens_T = tokens_T.to("cpu", torch.int64).contiguous()
-        status = self._lib.qspec_forward(self._model, tokens_T.data_ptr(), len(tokens_T), last, logits, best)
+        if parents_K is None:
+            return _Part(self._sequence, tokens_T.data_ptr(), None, count, 0)
+        assert list(parents_K[: size - count]) == list(self._tree[: size - count]), "another tree than the one begun"
+        return _Part(self._sequence, tokens_T.data_ptr(), (c_int32 * size)(*parents_K), count, size)
+
+
+class _Core:
+    """Weights and threads, shared by all sequences of a model."""
+
+    def __init__(self, model: LoadedModel | QuantizedModel, max_length: int, portable: bool) -> None:
+        self.max_length, self.threads, self.lib = max_length, torch.get_num_threads(), _library()
+        self._pool = _pool(self.threads)
+        kv = model.plan.kv if isinstance(model, QuantizedModel) else None
+        shape = _shape(model.arch, max_length, _cache_kind(kv))
+        self.handle: c_void_p = c_void_p(self.lib.qspec_model(self._pool.handle, byref(shape), int(portable)))
+        if not self.handle:
+            raise MemoryError("no memory for a model")
+        weakref.finalize(self, self.lib.qspec_model_free, self.handle)
+        self.isa: str = self.lib.qspec_isa(int(portable)).decode()
+        self._load(model)
+
+    def forward(self, parts: list["_Part"], last: int, logits_TV: Tensor | None, best_T: Tensor | None) -> None:
+        logits, best = (None if out is None else out.data_ptr() for out in (logits_TV, best_T))
+        status = self.lib.qspec_forward(self.handle, (_Part * len(parts))(*parts), len(parts), last, logits, best)
         if status == _FORKED:
             raise RuntimeError("this process was forked from the one that loaded the model: load it here")
         if status == _NO_MEMORY:
             raise MemoryError("no memory for a forward pass")
         if status == _BAD_TOKEN:
-            raise IndexError(f"a token lies outside of the vocabulary of {self.vocab_size}")
+            raise IndexError("a token lies outside of the vocabulary")
 
     def _load(self, model: LoadedModel | QuantizedModel) -> None:
         linears = model.linears if isinstance(model, QuantizedModel) else {}
         source = _Source(model.arch, model.tensors, linears)
-        for which, (cos_LR, sin_LR) in enumerate(_ropes(model.arch, self._max_length)):
-            self._check(self._lib.qspec_set_rope(self._model, which, cos_LR.data_ptr(), sin_LR.data_ptr()))
+        for which, (cos_LR, sin_LR) in enumerate(_ropes(model.arch, self.max_length)):
+            self._check(self.lib.qspec_set_rope(self.handle, which, cos_LR.data_ptr(), sin_LR.data_ptr()))
         for i, base in enumerate(model.arch.layers):
             self._load_layer(i, base, source, model)
         tied = model.arch.tied and "lm_head" not in linears
@@ -133,7 +209,7 @@ class NativeDecoder:
         embedding = _Matrix() if tied else _matrix(rows := pack_rows(embedding_VK))
         norm_K = source.norm("model.norm")
         last = _matrix(head)
-        self._check(self._lib.qspec_set_ends(self._model, byref(embedding), norm_K.data_ptr(), byref(last)))
+        self._check(self.lib.qspec_set_ends(self.handle, byref(embedding), norm_K.data_ptr(), byref(last)))
         if not tied:
             del rows  # held until it was copied
 
@@ -157,7 +233,7 @@ class NativeDecoder:
             window or 0,
             1 if window is not None and arch.window_inv_freq else 0,
         )
-        self._check(self._lib.qspec_set_layer(self._model, i, byref(layer)))
+        self._check(self.lib.qspec_set_layer(self.handle, i, byref(layer)))
 
     def _check(self, done: int) -> None:
         if not done:
@@ -266,6 +342,18 @@ class _Shape(ctypes.Structure):
     ]
 
 
+class _Part(ctypes.Structure):
+    """`Part` of native/model.h."""
+
+    _fields_ = [
+        ("sequence", c_void_p),
+        ("tokens", c_void_p),
+        ("parents", POINTER(c_int32)),
+        ("count", c_int32),
+        ("nodes", c_int32),
+    ]
+
+
 class _Matrix(ctypes.Structure):
     """`Matrix` of native/kernels.h."""
 
@@ -290,6 +378,10 @@ class _Layer(ctypes.Structure):
         ("window", c_int32),
         ("rope", c_int32),
     ]
+
+
+def _end_sequence(core: _Core, sequence: c_void_p) -> None:
+    core.lib.qspec_sequence_free(sequence)
 
 
 def _shape(arch: ArchMap, max_length: int, cache: int) -> _Shape:
@@ -357,9 +449,12 @@ def _library() -> ctypes.CDLL:
         "qspec_set_layer": (c_int, [c_void_p, c_int, POINTER(_Layer)]),
         "qspec_set_rope": (c_int, [c_void_p, c_int, c_void_p, c_void_p]),
         "qspec_set_ends": (c_int, [c_void_p, POINTER(_Matrix), c_void_p, POINTER(_Matrix)]),
+        "qspec_sequence": (c_void_p, [c_void_p]),
+        "qspec_sequence_free": (None, [c_void_p]),
+        "qspec_keep": (None, [c_void_p, POINTER(c_int32), c_int]),
         "qspec_length": (c_int, [c_void_p]),
         "qspec_truncate": (None, [c_void_p, c_int]),
-        "qspec_forward": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]),
+        "qspec_forward": (c_int, [c_void_p, POINTER(_Part), c_int, c_int, c_void_p, c_void_p]),
         "qspec_linear": (c_int, [c_void_p, c_int, POINTER(_Matrix), c_void_p, c_int, c_void_p]),
         "qspec_read": (c_float, [c_void_p, c_void_p, c_int64]),
     }

@@ -3,9 +3,6 @@
 Inputs X `[T, K]` with second moments `H = X^T X` turn a rounding error D `[N, K]` into the output error
 `trace(D H D^T)`. Once column j is off by `d_j`, it is least when the columns after it move by
 `-(d_j / U[j, j]) U[j, j+1:]`, where `H^-1 = U^T U` with U upper triangular (the paper's Cholesky form).
-
-A quantized model reads X where the float model read `X + D`: by what was rounded before. The weight that makes up for
-that is the least-squares answer `W + W G H^-1` with `G = D^T X` (the aim of GPTAQ, arXiv 2504.02692): `corrected`.
 """
 
 from dataclasses import dataclass, replace
@@ -53,12 +50,6 @@ def factor(hessian_KK: Tensor, damping: float = DAMPING) -> Factor | None:
             return Factor(order_K, upper_KK.float(), damping)
         damping *= 10
     return None
-
-
-def corrected(w_NK: Tensor, moved_NK: Tensor, found: Factor) -> Tensor:
-    """The weight whose outputs on X are nearest to those of `w` on `X + D`; `moved_NK` is `W D^T X`."""
-    step_NK = moved_NK[:, found.order_K] @ found.upper_KK.T @ found.upper_KK
-    return w_NK + step_NK[:, found.order_K.argsort()]
 
 
 def feed_back(w_NK: Tensor, rounded: QTensor, found: Factor) -> QTensor:

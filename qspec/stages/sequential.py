@@ -1,4 +1,4 @@
-"""GPTQ piece by piece: each layer answers the inputs of its quantized predecessors as the float model would have.
+"""GPTQ piece by piece: each layer is rounded for the inputs that its quantized predecessors give it.
 
 Hidden states of all rows are kept, and the float weights and second moments of one piece at a time. Some rows are held
 out of the second moments: on them damping is chosen, and there feedback must beat rounding to nearest, or is not taken.
@@ -59,17 +59,17 @@ def require_judge(rows: Sequence[object]) -> None:
 
 
 def refine(
-    piece: LoadedModel, rounded: QuantizedModel, exact: Sequence[Tensor], states: Sequence[Tensor]
+    piece: LoadedModel, rounded: QuantizedModel, states: Sequence[Tensor]
 ) -> tuple[QuantizedModel, list[Choice], list[Tensor]]:
     """`rounded`, the rounding to nearest of `piece`, with codes chosen by error feedback, and how they were chosen.
 
-    Hidden states `[T, hidden]` per row before the piece: `exact` as the float model has them, `states` as the quantized
-    layers before give them; the latter are returned as they are after it. Scales, plan and all that is not a code stay.
+    `states`: hidden states `[T, hidden]` per row as the quantized layers before give them; those after the piece are
+    returned. Scales, plan and all that is not a code stay.
     """
     done, choices = dict[str, QLinear](), list[Choice]()
     for phase in _PHASES:
         members = {name: linear for name, linear in rounded.linears.items() if name.rpartition(".")[2] in phase}
-        inputs = _inputs(piece, replace(rounded, linears=done), members, exact, states) if members else {}
+        inputs = _inputs(piece, replace(rounded, linears=done), members, states) if members else {}
         for layer, linear in members.items():
             prefix = layer.removesuffix(layer.rpartition(".")[2])
             seen = inputs.get(prefix + phase[0])
@@ -85,90 +85,44 @@ def refine(
     return refined, choices, advanced(_decoder(refined, states), states)
 
 
-class _Sums:
-    """Over the tokens of some rows: `X^T X` of what a layer reads, and `D^T X` of what that lacks of exact inputs."""
-
-    def __init__(self, width: int) -> None:
-        self.read_KK, self.drift_KK = torch.zeros(width, width), torch.zeros(width, width)
-
-    def add(self, x_TK: Tensor, lack_TK: Tensor) -> None:
-        self.read_KK.addmm_(x_TK.T, x_TK)
-        self.drift_KK.addmm_(lack_TK.T, x_TK)
-
-
 class _Inputs:
-    """What is known of one input: sums over the rows to fit, over those to judge by (with `D^T D`), and over all."""
+    """`X^T X` of what a layer reads: over the rows to fit, and over those to judge by."""
 
     def __init__(self, width: int) -> None:
-        self.fit, self.held_out = _Sums(width), _Sums(width)
-        self.lack_KK = torch.zeros(width, width)
+        self.fit_KK, self.held_out_KK = torch.zeros(width, width), torch.zeros(width, width)
         self._final: dict[float, gptq.Factor | None] = {}
 
-    def add(self, x_TK: Tensor, lack_TK: Tensor, held_out: bool) -> None:
-        (self.held_out if held_out else self.fit).add(x_TK, lack_TK)
-        if held_out:
-            self.lack_KK.addmm_(lack_TK.T, lack_TK)
+    def add(self, x_TK: Tensor, held_out: bool) -> None:
+        (self.held_out_KK if held_out else self.fit_KK).addmm_(x_TK.T, x_TK)
 
-    @cached_property
-    def whole(self) -> _Sums:
-        sums = _Sums(0)
-        sums.read_KK, sums.drift_KK = (
-            self.fit.read_KK + self.held_out.read_KK,
-            self.fit.drift_KK + self.held_out.drift_KK,
-        )
-        return sums
+    def error(self, w_NK: Tensor, answer_NK: Tensor) -> float:
+        """Squared error of the outputs of `answer` against those of `w`, over the rows to judge by."""
+        delta_NK = w_NK - answer_NK
+        return float(((delta_NK @ self.held_out_KK) * delta_NK).sum(dtype=torch.float64))
 
     @cached_property
     def trials(self) -> list[gptq.Factor | None]:
         """Factors of the rows to fit, one per damping that is tried."""
-        return [gptq.factor(self.fit.read_KK, damping) for damping in DAMPINGS]
+        return [gptq.factor(self.fit_KK, damping) for damping in DAMPINGS]
 
     def final(self, damping: float) -> gptq.Factor | None:
         """The factor of all rows, made once per damping."""
         if damping not in self._final:
-            self._final[damping] = gptq.factor(self.whole.read_KK, damping)
+            self._final[damping] = gptq.factor(self.fit_KK + self.held_out_KK, damping)
         return self._final[damping]
 
 
-class _Judge:
-    """Squared error of answers on X against a weight on X + D: `|(W - A) X + W D|^2`, from sums."""
-
-    def __init__(self, w_NK: Tensor, seen: _Inputs) -> None:
-        self._w_NK, self._sums, self._moved_NK = w_NK, seen.held_out, w_NK @ seen.held_out.drift_KK
-        self._least = _dot(w_NK @ seen.lack_KK, w_NK)
-
-    def error(self, answer_NK: Tensor) -> float:
-        delta_NK = self._w_NK - answer_NK
-        error = _dot(delta_NK @ self._sums.read_KK, delta_NK) + 2 * _dot(delta_NK, self._moved_NK) + self._least
-        return max(error, 0.0)
-
-
-def _dot(a_NK: Tensor, b_NK: Tensor) -> float:
-    return float((a_NK * b_NK).sum(dtype=torch.float64))
-
-
 def _inputs(
-    piece: LoadedModel,
-    done: QuantizedModel,
-    members: Mapping[str, QLinear],
-    exact: Sequence[Tensor],
-    states: Sequence[Tensor],
+    piece: LoadedModel, done: QuantizedModel, members: Mapping[str, QLinear], states: Sequence[Tensor]
 ) -> dict[str, _Inputs]:
-    """Inputs of `members` by name, while what is `done` of the piece is quantized; the KV cache as it will run.
-
-    Experts are sent other tokens by either model, so that for them D is what rounding the activations takes.
-    """
-    reader = Decoder.from_float(piece, max_length=max(x_TK.shape[0] for x_TK in exact))
-    runner = _decoder(replace(done, tensors=piece.tensors), states)
+    """Inputs of `members` by name, while what is `done` of the piece is quantized; the KV cache as it will run."""
+    decoder = _decoder(replace(done, tensors=piece.tensors), states)
     held_out, found = range(len(states))[HELD_OUT], dict[str, _Inputs]()
-    for row, (exact_TK, state_TK) in enumerate(zip(exact, states, strict=True)):
-        seen = _observed(runner, members, state_TK)
-        wanted = {} if any(".experts." in layer for layer in members) else _observed(reader, members, exact_TK)
-        for layer, x_TK in seen.items():
+    for row, state_TK in enumerate(states):
+        for layer, x_TK in _observed(decoder, members, state_TK).items():
             linear = members[layer]
             read = x_TK if linear.activation is None else fake_quantize(x_TK, linear.activation, linear.input_scale)
-            lack_TK = wanted.get(layer, x_TK) - read
-            found.setdefault(layer, _Inputs(x_TK.shape[1])).add(read, lack_TK, row in held_out)
+            found.setdefault(layer, _Inputs(x_TK.shape[1])).add(read, row in held_out)
     return found
 
 
@@ -202,43 +156,22 @@ def _decoder(model: QuantizedModel, states: Sequence[Tensor]) -> Decoder:
 
 
 def _best(layer: str, w_NK: Tensor, linear: QLinear, seen: _Inputs) -> tuple[QTensor, Choice]:
-    """The dampings of least error on held-out rows, and rounding to nearest where none is better than that."""
-    rounded, judge = linear.weight, _Judge(w_NK, seen)
-    apart_NK = torch.zeros(()) if linear.outliers is None else linear.outliers.dense()
-    rounding = judge.error(rounded.dequantize() + apart_NK)
+    """The damping of least error on held-out rows, and rounding to nearest where none is better than that."""
+    rounded, dense_NK = linear.weight, linear.rounded_part(w_NK)
+    rounding = seen.error(dense_NK, rounded.dequantize())
     reason = "no gain on held-out rows" if any(seen.trials) else "no factor of the second moments"
     best = Choice(layer, None, False, f"rounding to nearest, {reason}", 1.0)
-    aim_NK, aimed = _aim(w_NK, seen, judge)
     for asked, factor in zip(DAMPINGS, seen.trials, strict=True):
         if factor is None:
             continue
-        fed = gptq.feed_back(aim_NK - apart_NK, rounded, factor)
-        ratio = judge.error(fed.dequantize() + apart_NK) / rounding if rounding else 1.0
+        fed = gptq.feed_back(dense_NK, rounded, factor)
+        ratio = seen.error(dense_NK, fed.dequantize()) / rounding if rounding else 1.0
         if ratio < best.ratio:
             raised = factor.damping != asked
             reason = f"gptq, damping {factor.damping:g}{' (raised)' if raised else ''}"
             best = Choice(layer, factor.damping, raised, reason, ratio)
     final = None if best.damping is None else seen.final(best.damping)
-    if final is None:
-        return rounded, best
-    return gptq.feed_back(_refitted(w_NK, seen, aimed) - apart_NK, rounded, final), best
-
-
-def _aim(w_NK: Tensor, seen: _Inputs, judge: _Judge) -> tuple[Tensor, float | None]:
-    """`w`, corrected for what was rounded before it as far as that helps on held-out rows, and the damping of that."""
-    best_NK, damping, least, moved_NK = w_NK, None, judge.error(w_NK), w_NK @ seen.fit.drift_KK
-    for factor in filter(None, seen.trials):
-        tried_NK = gptq.corrected(w_NK, moved_NK, factor)
-        error = judge.error(tried_NK)
-        if error < least:
-            best_NK, damping, least = tried_NK, factor.damping, error
-    return best_NK, damping
-
-
-def _refitted(w_NK: Tensor, seen: _Inputs, damping: float | None) -> Tensor:
-    """`_aim` on all rows, at the damping that it chose."""
-    factor = None if damping is None else seen.final(damping)
-    return w_NK if factor is None else gptq.corrected(w_NK, w_NK @ seen.whole.drift_KK, factor)
+    return (rounded if final is None else gptq.feed_back(dense_NK, rounded, final)), best
 
 
 def notes(choices: Sequence[Choice], rows: int) -> list[str]:

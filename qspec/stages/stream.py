@@ -101,7 +101,8 @@ def _start(
     needed = set(needs_statistics(schemes, job.plan, job.spec))
     if not needed:
         return {}
-    kinds, texts = [FLOAT, QUANTIZED] if "gptq" in needed else [FLOAT], rows()
+    kinds = [FLOAT] * bool(needed - {"gptq"}) + [QUANTIZED] * ("gptq" in needed)
+    texts = rows()
     if "gptq" in needed:
         sequential.require_judge(texts)
     if store.records:
@@ -127,7 +128,7 @@ def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str
     quantized = quantize(piece, stats, plan, job.fusion.share_scales)
     choices: list[sequential.Choice] = []
     if QUANTIZED in states:
-        quantized, choices, after[QUANTIZED] = sequential.refine(piece, quantized, states[FLOAT], states[QUANTIZED])
+        quantized, choices, after[QUANTIZED] = sequential.refine(piece, quantized, states[QUANTIZED])
     record = {
         "sidecar": sidecar.encode(quantized),
         "unseen_experts": unseen_experts(piece.arch, quantized.linears, stats),

@@ -18,6 +18,7 @@ from qspec.nn.native_weights import pack_linears
 from qspec.numerics.affine import quantize_weight
 from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from qspec.numerics.formats import FP8_E4M3, INT4, INT8, NumFormat
+from qspec.numerics.trees import path_to
 from qspec.ops import native_library, reference
 from qspec.ops.native_library import NoLibrary
 from qspec.plan import TensorScheme
@@ -295,3 +296,43 @@ def test_failed_builds_say_why(what: Missing, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(NoLibrary):
         native_library.build(folder)
     assert not folder.is_dir() or not list(folder.iterdir())
+
+
+TREE = (-1, 0, 0, 1, 2, 2, 5, -1, 7)
+"""Two children of the root, with branches that part below."""
+
+
+@pytest.mark.parametrize("scheme", ["none", "W8A8", "W4A16"])
+@pytest.mark.parametrize("kv", CACHES)
+def test_a_tree_gives_each_path_the_bits_of_a_sequence(scheme: str, kv: KVSpec | None, make: Make) -> None:
+    """Catches a node that sees a sibling, stands at its slot's position, or sums its path in another order."""
+    for kind in ("mistral", "qwen3"):  # the first has a window of 32, which ends inside the tree's context
+        decoder = NativeDecoder(make(kind, scheme, kv))
+        for start in (5, 32, 61):
+            decoder.truncate(0)
+            decoder.forward(TOKENS[:start])
+            nodes = TOKENS[70:79]
+            first = decoder.forward_tree(nodes[:4], TREE[:4])
+            logits = torch.cat([first, decoder.forward_tree(nodes[4:], TREE)])
+            path = path_to(TREE, 6)
+            decoder.keep(path)
+            after = decoder.forward(TOKENS[:3])
+            decoder.truncate(start)
+            assert torch.equal(decoder.forward(nodes[path]), logits[path])
+            assert torch.equal(decoder.forward(TOKENS[:3]), after)
+
+
+def test_forks_run_together_as_alone(make: Make) -> None:
+    """Catches rows that read another sequence's cache, and lengths that grow for trees."""
+    first = NativeDecoder(make("qwen2", "W8A8", CACHES[1]))
+    second = first.fork()
+    want = first.forward(TOKENS[:40])
+    first.truncate(0)
+    first.forward(TOKENS[:20])
+    chain, tree = NativeDecoder.forward_many([first, second], [TOKENS[20:40], TOKENS[:4]], [None, (-1, 0, 1, 2)])
+    assert (first.length, second.length) == (40, 0)
+    assert torch.equal(chain, want[20:])
+    assert torch.equal(tree, want[:4])
+    second.keep([0, 1, 2, 3])
+    del first
+    assert torch.equal(second.forward(TOKENS[4:40]), want[4:])

@@ -1,6 +1,5 @@
 """Where a token's time goes, on a tiny pair."""
 
-
 import pytest
 import torch
 
