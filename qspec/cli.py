@@ -275,12 +275,14 @@ def profile(
 ) -> None:
     """Show where the time of a token goes, part by part, with drafts and without.
 
-    Beside each matmul stands how many times longer it takes than this machine needs to read its stored bytes.
+    The torch engine is taken apart, also where the C++ core would run. Beside each matmul stands how many times longer
+    it takes than this machine needs to read its stored bytes.
     """
     from qspec.stages import report_text
+    from qspec.stages.open_pair import open_pair
     from qspec.stages.profile import as_data, document, profile as measure
 
-    found = measure(qspec.load_pair(pair), tokens)
+    found = measure(open_pair(pair, kernels="torch"), tokens)
     if as_json:
         print(json.dumps(as_data(found), indent=2, ensure_ascii=False, allow_nan=False))
     else:

@@ -13,7 +13,7 @@ import torch
 from qspec.bridges import compressed, oneshot
 from qspec.bridges.text import calibration_rows
 from qspec.errors import OutputError
-from qspec.nn.decoder import Decoder
+from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.progress import Progress, setup_log
 from qspec.provenance import atomic_write, environment, require_space, staged_dir
 from qspec.records import LoadedModel, QuantizedModel, Tokenizer
@@ -225,13 +225,13 @@ class Arms:
     pair: LoadedPair
 
     @cached_property
-    def original(self) -> Decoder:
+    def original(self) -> AnyDecoder:
         """The original target, with room for as many tokens as the pair's."""
         return self.float_decoder(self.originals.target)
 
-    def float_decoder(self, model: LoadedModel) -> Decoder:
+    def float_decoder(self, model: LoadedModel) -> AnyDecoder:
         length = min(self.pair.target.max_length, model.arch.max_positions)
-        return Decoder.from_float(model, compute_dtype(self.recipe.dtype), length)
+        return open_decoder(model, compute_dtype(self.recipe.dtype), length)
 
 
 def _evaluate(arms: Arms, out: Path, progress: Progress) -> Accuracy:
@@ -287,7 +287,7 @@ def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed 
     return Results(
         name=recipe.name,
         recipe=recipe.as_dict(),
-        environment=environment(),
+        environment={**environment(), "engine": engine_name(pair.target)},
         digests=digests,
         accuracy=accuracy,
         speed=speed,

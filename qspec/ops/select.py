@@ -12,7 +12,7 @@ from qspec.numerics.outliers import SparseMatrix
 from qspec.ops import cpu, reference
 from qspec.plan import TensorScheme
 
-Kernels = Literal["auto", "reference"]
+Kernels = Literal["auto", "torch", "reference"]
 Linear = Callable[[Tensor], Tensor]
 
 

@@ -12,7 +12,7 @@ import torch
 from qspec.bridges import compressed
 from qspec.bridges.text import prompt_tokens
 from qspec.errors import IntegrityError, RecipeError
-from qspec.nn.decoder import Decoder
+from qspec.nn.engines import AnyDecoder, open_decoder
 from qspec.ops.select import Kernels
 from qspec.records import ArchMap, QuantizedModel
 from qspec.schema.manifest import NAME, Manifest
@@ -64,7 +64,7 @@ class LoadedPair:
     recipe: Recipe
     model: QuantizedModel
     draft_model: QuantizedModel | None
-    target: Decoder
+    target: AnyDecoder
     drafter: Drafter
     policy: DraftLength
 
@@ -149,7 +149,7 @@ def open_pair(folder: str | Path, kernels: Kernels = "auto") -> LoadedPair:
         recipe,
         target,
         draft,
-        Decoder.from_quantized(target, max_length=length, **options),
+        open_decoder(target, max_length=length, **options),
         _drafter(recipe, target.arch, draft, length, options),
         draft_policy(recipe.speculation.draft_length),
     )
@@ -187,7 +187,7 @@ def _drafter(
         return lookup_drafter(recipe.draft)
     assert draft is not None
     assert isinstance(recipe.draft, ModelDraft | SelfDraft)
-    decoder = Decoder.from_quantized(draft, max_length=min(length, draft.arch.max_positions), **options)
+    decoder = open_decoder(draft, max_length=min(length, draft.arch.max_positions), **options)
     tokens = real_vocab(draft.tokenizer)
     return with_lookup(ModelDrafter(decoder, arch.vocab_size, arch.eos_ids, tokens), recipe.draft)
 

@@ -9,6 +9,7 @@ import torch
 from qspec.bridges.text import prompt_tokens
 from qspec.errors import RecipeError
 from qspec.nn.decoder import Decoder
+from qspec.nn.engines import AnyDecoder
 from qspec.nn.timed import PARTS, timed
 from qspec.records import QuantizedModel
 from qspec.spec import engine
@@ -78,19 +79,21 @@ class Profile:
 
 def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile:
     """Decode `tokens` greedily: plainly, under timers, and with drafts. Raises `RecipeError` where they do not fit."""
-    start = prompt_tokens(pair.model.tokenizer, prompt)[0]
-    if len(start) + tokens > pair.target.max_length:
-        rule = f"with a prompt of {len(start)} tokens passes the cache of {pair.target.max_length}"
+    target, start = pair.target, prompt_tokens(pair.model.tokenizer, prompt)[0]
+    if not isinstance(target, Decoder):
+        raise RecipeError("profile", "takes the torch decoder apart", 'open the pair with kernels="torch"')
+    if len(start) + tokens > target.max_length:
+        rule = f"with a prompt of {len(start)} tokens passes the cache of {target.max_length}"
         raise RecipeError(f"--tokens {tokens}", rule, "ask for fewer tokens")
-    _decode(pair.target, start, WARM_UP)
-    plain_ms = _ms(_decode(pair.target, start, tokens))
-    with timed(pair.target) as clock:
-        _decode(pair.target, start, 1)
+    _decode(target, start, WARM_UP)
+    plain_ms = _ms(_decode(target, start, tokens))
+    with timed(target) as clock:
+        _decode(target, start, 1)
         clock.seconds.clear()  # the prompt's pass, which the next one makes too
-        _decode(pair.target, start, 1)
+        _decode(target, start, 1)
         prefill = dict(clock.seconds)
         clock.seconds.clear()
-        run = _decode(pair.target, start, tokens)
+        run = _decode(target, start, tokens)
     steps = len(run.steps)
     seconds = {part: max(0.0, clock.seconds[part] - prefill.get(part, 0.0)) / steps for part in PARTS}
     seconds["sampling"] = max(0.0, sum(s.t_verify for s in run.steps) / steps - sum(seconds.values()))
@@ -148,7 +151,7 @@ def document(found: Profile, name: str) -> Document:
 
 
 def _decode(
-    target: Decoder, start: list[int], tokens: int, drafter: Drafter | None = None, policy: DraftLength | None = None
+    target: AnyDecoder, start: list[int], tokens: int, drafter: Drafter | None = None, policy: DraftLength | None = None
 ) -> Generation:
     generator = torch.Generator().manual_seed(0)
     return engine.generate(target, drafter, policy, start, tokens, Sampling(), (), generator)

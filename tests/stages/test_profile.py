@@ -16,7 +16,7 @@ from tests.stages.pairs import halves, recipe
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
     folder = tmp_path_factory.mktemp("profile")
-    return open_pair(package(*halves(folder / "source"), recipe(), folder))
+    return open_pair(package(*halves(folder / "source"), recipe(), folder), kernels="torch")
 
 
 @pytest.fixture(autouse=True)
