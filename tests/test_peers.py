@@ -26,10 +26,11 @@ from qspec.numerics.fidelity import kl_divergence
 from qspec.numerics.formats import FP8_E4M3, INT4, SCALE_FLOOR
 from qspec.plan import KVScheme, QuantPlan
 from qspec.progress import Progress
-from qspec.records import LoadedModel, QuantizedModel
+from qspec.records import LoadedModel, QLinear, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.quantization import KVSpec, QuantSpec, RuleSpec, SmoothingSpec
 from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec, Recipe
+from qspec.stages import sequential
 from qspec.stages.build_plan import build_plan, validate_plan
 from qspec.stages.calibrate import calibrate
 from qspec.stages.check import check_tokenizers, lint, read_manifest
@@ -195,10 +196,11 @@ def test_T09_second_moments_without_a_factor_do_not_end_the_job() -> None:
     assert raised.damping > 1e-6
     w_NK = torch.randn(8, 64)
     rounded = quantize_weight(w_NK, INT4, PerChannel())
-    hopeless = torch.full((64, 64), float("nan"))
-    assert gptq.factor(hopeless) is None
-    solution = gptq.solve(w_NK, rounded, singular_KK, None)
-    assert (solution.outcome, solution.weight) == ("no factor", rounded)
+    hopeless = sequential._Inputs(64)
+    hopeless.fit_KK.fill_(float("nan"))
+    codes, choice = sequential._best("o_proj", w_NK, QLinear(rounded, None, None, None), hopeless)
+    assert (codes, choice.damping) == (rounded, None)
+    assert "no factor" in choice.reason
 
 
 class _Lazy(Mapping[str, Tensor]):
