@@ -14,6 +14,7 @@ from qspec.plan import QuantPlan, TensorScheme
 
 V = TypeVar("V")
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER_LINEARS = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -219,7 +220,7 @@ class LoadedModel:
     source: Mapping[str, str]
 
     def lm_head(self) -> Tensor:
-        return self.tensors["model.embed_tokens.weight" if self.arch.tied else "lm_head.weight"]
+        return self.tensors[EMBEDDING if self.arch.tied else HEAD]
 
 
 @dataclass(frozen=True)

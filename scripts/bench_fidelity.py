@@ -1,6 +1,5 @@
 """Measure the arms of a matrix one by one, keep each, and print who is closer to the original."""
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,15 +11,14 @@ import re
 from tempfile import TemporaryDirectory
 import time
 from typing import Any
-import warnings
 
+from bench_cli import read_options, write_baseline
 from convert_llama2c import convert
 import torch
 from torch import Tensor
 
 from qspec.bridges.text import data_file, windows
 from qspec.errors import QspecError
-from qspec.eval_files import eval_dir
 from qspec.nn.decoder import Decoder
 from qspec.nn.lm import LM
 from qspec.pipeline import Calibration, quantize_model
@@ -192,24 +190,8 @@ def table(arms: list[Arm]) -> Iterator[str]:
                 yield f"{model} {contest} {corpus}: {verdict(*sides)}"
 
 
-def write_baseline(path: Path, arms: list[Arm]) -> None:
-    rows = [row for arm in arms if (record := arm.record()) for row in rows_of(arm, record)]
-    text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    facts = json.dumps(environment(), indent=1)
-    atomic_write(path, f'{{"environment": {facts},\n"rows": [\n{text}\n]}}\n')
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--matrix", type=Path, default=eval_dir() / "matrices/fidelity.yaml")
-    parser.add_argument("--only", default="", metavar="PATTERN")
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--threads", type=int)
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    warnings.simplefilter("ignore")
+    args = read_options(__doc__, "fidelity.yaml")
     progress = Progress()
     WORK.mkdir(parents=True, exist_ok=True)
     every = list(arms_of(read_matrix(args.matrix)))
@@ -229,7 +211,8 @@ def main() -> None:
         atomic_write(arm.path, json.dumps(bench.record(arm)))
         gc.collect()
     progress.close()
-    write_baseline(BASELINES / f"{args.matrix.stem}.json", every)
+    rows = [row for arm in every if (record := arm.record()) for row in rows_of(arm, record)]
+    write_baseline(BASELINES / f"{args.matrix.stem}.json", environment(), rows)
     print(*table(every), *(f"{model}: skipped, {reason}" for model, reason in absent.items()), sep="\n")
 
 

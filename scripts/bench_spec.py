@@ -1,6 +1,5 @@
 """Measure the cells of a matrix one by one, keep each, and print how drafts and policies do."""
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,11 +11,10 @@ import re
 from tempfile import TemporaryDirectory
 import time
 from typing import Any
-import warnings
 
+from bench_cli import read_options, write_baseline
 import torch
 
-from qspec.eval_files import eval_dir
 from qspec.nn.decoder import Decoder
 from qspec.pipeline import Calibration, load_originals, quantize_model
 from qspec.progress import Progress
@@ -164,13 +162,6 @@ def row(cell: Cell, category: str, speed: Speed) -> Row:
     }
 
 
-def write_baseline(cells: list[Cell]) -> None:
-    rows = [row for cell in cells if (record := cell.record()) for row in record["rows"]]
-    text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    facts = json.dumps(environment() | {"torch threads": str(torch.get_num_threads())}, indent=1)
-    atomic_write(BASELINE, f'{{"environment": {facts},\n"rows": [\n{text}\n]}}\n')
-
-
 def table(cells: list[Cell]) -> Iterator[str]:
     for cell in cells:
         for found in (cell.record() or {"rows": []})["rows"][:1]:
@@ -182,16 +173,7 @@ def table(cells: list[Cell]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--matrix", type=Path, default=eval_dir() / "matrices/spec_bench.yaml")
-    parser.add_argument("--only", default="", metavar="PATTERN")
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--threads", type=int)
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    warnings.simplefilter("ignore")
+    args = read_options(__doc__, "spec_bench.yaml")
     progress = Progress()
     WORK.mkdir(parents=True, exist_ok=True)
     every = list(cells_of(read_spec_matrix(args.matrix)))
@@ -213,7 +195,8 @@ def main() -> None:
         atomic_write(cell.path, json.dumps(bench.record(cell)))
         gc.collect()
     progress.close()
-    write_baseline(every)
+    rows = [row for cell in every if (record := cell.record()) for row in record["rows"]]
+    write_baseline(BASELINE, environment() | {"torch threads": str(torch.get_num_threads())}, rows)
     print(*table(chosen), sep="\n")
 
 

@@ -13,11 +13,10 @@ import torch
 from qspec.bridges.support import USE_SUPPORTED
 from qspec.bridges.tensors import LazyTensors, Part
 from qspec.errors import SourceError
-from qspec.records import ArchMap, fused_with
+from qspec.records import EMBEDDING, HEAD, ArchMap, fused_with
 
 V = TypeVar("V")
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = ("F32", "F16", "BF16", "F64")
 _STORED_AS_ONE = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"

@@ -24,12 +24,11 @@ from qspec.nn.linear import merged_linear
 from qspec.numerics.rotation import hadamard_transform
 from qspec.numerics.trees import Parents
 from qspec.ops.select import Kernels, Linear
-from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel
+from qspec.records import EMBEDDING, ArchMap, LoadedModel, QLinear, QuantizedModel
 
 Observer = Callable[[str, Tensor], None]
 """Called with a linear layer's name and its input `[T, K]`, and `….self_attn.q` / `.k` / `.v` with `[H, T, D]`."""
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD_ROWS = 16
 """Rows up to which a float head computes each as if alone (`ops.cpu.FloatLinear`)."""
 

@@ -23,9 +23,8 @@ from qspec.numerics.trees import Parents
 from qspec.ops import native_library
 from qspec.ops.native_library import NoLibrary
 from qspec.plan import KVScheme
-from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel
+from qspec.records import EMBEDDING, ArchMap, LoadedModel, QLinear, QuantizedModel
 
-EMBEDDING = "model.embed_tokens.weight"
 _FLOAT_CACHE, _INT8_CACHE, _FP8_CACHE = range(3)
 _FORKED, _NO_MEMORY, _BAD_TOKEN = 1, 2, 3
 

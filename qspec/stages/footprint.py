@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 import math
 
-from qspec.bridges.layout import EMBEDDING, tensor_shapes
+from qspec.bridges.layout import tensor_shapes
 from qspec.nn.kv_window import window_length
 from qspec.numerics.blocks import scale_shape
 from qspec.numerics.kv_blocks import BlockCode, outlier_count
 from qspec.numerics.outliers import stored_bytes
 from qspec.numerics.roofline import PassCost
 from qspec.plan import KVPart, KVScheme, LayerScheme
-from qspec.records import ArchMap, layer_number
+from qspec.records import EMBEDDING, ArchMap, layer_number
 from qspec.schema.recipe import MlpDraft
 from qspec.stages.build_plan import scheme_label
 

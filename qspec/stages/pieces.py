@@ -8,9 +8,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from qspec.plan import LayerScheme, QuantPlan, Rule
-from qspec.records import LoadedModel, Selection
-
-EMBEDDING = "model.embed_tokens.weight"
+from qspec.records import EMBEDDING, LoadedModel, Selection
 
 
 def pieces(model: LoadedModel) -> Iterator[LoadedModel]:

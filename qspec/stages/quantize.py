@@ -117,9 +117,14 @@ def _split(
 def finite_weight(model: LoadedModel, layer: str) -> Tensor:
     """Weight `[N, K]` of a linear layer, float32; raises `SourceError` if it holds NaN or infinity."""
     weight = model.lm_head() if layer == "lm_head" else model.tensors[f"{layer}.weight"]
-    if not bool(torch.isfinite(weight).all()):
-        raise SourceError(f"{layer}.weight", "holds NaN or infinity", "use an intact checkpoint of the model")
+    require_finite(f"{layer}.weight", weight)
     return weight.float()
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Raise `SourceError` if a tensor of a model holds NaN or infinity."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise SourceError(name, "holds NaN or infinity", "use an intact checkpoint of the model")
 
 
 def importance(layer: str, stats: LayerStats | None) -> Tensor | None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qspec.bridges.layout import EMBEDDING, HEAD
 from qspec.errors import RecipeError
 from qspec.numerics.rotation import Rotation, hadamard_transform, in_blocks, rotation, split_order
 from qspec.records import ArchMap, LoadedModel
 from qspec.schema.quantization import RotationSpec
+from qspec.stages.untie import untied
 
 ATTENTION_READERS = ("q_proj", "k_proj", "v_proj")
 MLP_READERS = ("gate_proj", "up_proj", "gate")  # `gate` chooses experts
@@ -31,8 +31,8 @@ def rotate(model: LoadedModel, spec: RotationSpec, seed: int) -> tuple[LoadedMod
     matrix, its input is transformed at run time (`ArchMap.down_hadamard`). Raises `RecipeError` as `rotated_arch`.
     """
     arch = rotated_arch(model.arch, spec)
-    config = dict(model.config) | ({"tie_word_embeddings": False} if model.arch.tied and not arch.tied else {})
-    return replace(model, arch=arch, tensors=RotatedTensors(model, spec, seed), config=config), _notes(model.arch, spec)
+    whole = untied(model) if model.arch.tied and not arch.tied else model
+    return replace(whole, arch=arch, tensors=RotatedTensors(whole, spec, seed)), _notes(model.arch, spec)
 
 
 def rotated_arch(arch: ArchMap, spec: RotationSpec | None) -> ArchMap:
@@ -63,11 +63,9 @@ class RotatedTensors(Mapping[str, Tensor]):
         self._stream = rotation(model.arch.hidden_size, seed) if spec.r1 else None
         self._values = rotation(model.arch.head_dim, seed + 1) if spec.r2 else None
         self._hadamard = spec.r4
-        untied = spec.r1 and model.arch.tied and model.arch.has_head
-        self._added = {HEAD: EMBEDDING} if untied else {}
 
     def __getitem__(self, name: str) -> Tensor:
-        x = self._tensors[self._added.get(name, name)]
+        x = self._tensors[name]
         layer, _, leaf = name.rpartition(".")
         if self._stream is not None and _is_folded(layer):
             return torch.full_like(x, 1.0 - self._arch.norm_offset, dtype=torch.float32)
@@ -79,14 +77,13 @@ class RotatedTensors(Mapping[str, Tensor]):
         return _applied(x.T, written, torch.float32).T.contiguous() if written else x
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors or name in self._added
+        return name in self._tensors
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._tensors
-        yield from self._added
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._tensors) + len(self._added)
+        return len(self._tensors)
 
     def _read(self, layer: str) -> list[_Step]:
         """What happens to a weight's columns, in order: for an embedding, to the vectors that it holds."""

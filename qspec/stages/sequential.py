@@ -23,6 +23,7 @@ from qspec.numerics.affine import QTensor
 from qspec.ops.reference import fake_quantize
 from qspec.records import LoadedModel, QLinear, QuantizedModel
 from qspec.stages.calibrate import advanced
+from qspec.stages.quantize import finite_weight
 
 DAMPINGS = (0.01, 0.1, 1.0)
 """Tried for every layer: the paper's 0.01 overfits a few thousand tokens where inputs are many (`down_proj`)."""
@@ -76,8 +77,7 @@ def refine(
             if seen is None:  # an expert that no token was sent to
                 done[layer] = linear
                 continue
-            weight = piece.lm_head() if layer == "lm_head" else piece.tensors[f"{layer}.weight"]
-            codes, choice = _best(layer, weight.float(), linear, seen)
+            codes, choice = _best(layer, finite_weight(piece, layer), linear, seen)
             done[layer] = replace(linear, weight=codes)
             choices.append(choice)
             log.info("%s: %s, held-out error %.3f of rounding's", layer, choice.reason, choice.ratio)

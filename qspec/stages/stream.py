@@ -7,25 +7,23 @@ as the float model computes them, for ranges; and through the quantized predeces
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qspec.bridges import compressed, sidecar
+from qspec.bridges import compressed
 from qspec.bridges.tensors import read_tensors, write_index
-from qspec.errors import SourceError
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.progress import Progress
-from qspec.records import LayerStats, LoadedModel, QuantizedModel
+from qspec.records import EMBEDDING, LayerStats, LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec
 from qspec.stages import choose, sequential, transform
 from qspec.stages.build_plan import needs_statistics
 from qspec.stages.calibrate import calibrate_piece
-from qspec.stages.pieces import EMBEDDING, embedded, piece_plan, pieces
-from qspec.stages.quantize import quantize, unseen_experts, unseen_notes
+from qspec.stages.pieces import embedded, piece_plan, pieces
+from qspec.stages.quantize import quantize, require_finite, unseen_experts, unseen_notes
 from qspec.stages.store import Store
 
 FLOAT, QUANTIZED = "float", "quantized"
@@ -83,7 +81,7 @@ def stream(
     for piece in progress.track(todo, "quantize", len(todo), "layers"):
         whole = replace(piece, tensors=dict(piece.tensors))  # read, and rotated, once
         for name, tensor in whole.tensors.items():
-            _require_finite(name, tensor)
+            require_finite(name, tensor)
         done = _quantize(whole, job, piece_plan(schemes, job.plan, piece), states)
         store.keep(dict(compressed.stored_tensors(done.model, job.dtype)), done.record, done.states)
         states = done.states
@@ -107,14 +105,9 @@ def _start(
         sequential.require_judge(texts)
     if store.records:
         return {kind: store.states(kind, len(texts)) for kind in kinds}
-    _require_finite(EMBEDDING, model.tensors[EMBEDDING])
+    require_finite(EMBEDDING, model.tensors[EMBEDDING])
     first = embedded(model, texts)
     return dict.fromkeys(kinds, first)
-
-
-def _require_finite(name: str, tensor: Tensor) -> None:
-    if not bool(torch.isfinite(tensor).all()):
-        raise SourceError(name, "holds NaN or infinity", "use an intact checkpoint of the model")
 
 
 def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str, list[Tensor]]) -> _Done:
@@ -130,7 +123,7 @@ def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str
     if QUANTIZED in states:
         quantized, choices, after[QUANTIZED] = sequential.refine(piece, quantized, states[QUANTIZED])
     record = {
-        "sidecar": sidecar.encode(quantized),
+        "notes": list(quantized.notes),
         "unseen_experts": unseen_experts(piece.arch, quantized.linears, stats),
         "rewrites": asdict(rewrites),
         "decisions": [decision.record() for decision in decisions],
@@ -147,7 +140,7 @@ def _assemble(
     notes = transform.notes(rewrites, job.spec, job.fusion)
     decisions = [choose.Decision.read(record) for piece in store.records for record in piece["decisions"]]
     notes += choose.choice_notes(decisions, job.spec)
-    notes += [note for record in store.records for note in json.loads(record["sidecar"])["notes"]]
+    notes += [note for record in store.records for note in record["notes"]]
     unseen = {layer: count for record in store.records for layer, count in record["unseen_experts"].items()}
     notes += unseen_notes(model.arch, unseen)
     choices = [sequential.Choice(**choice) for record in store.records for choice in record["choices"]]

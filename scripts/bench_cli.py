@@ -1,0 +1,35 @@
+"""What benchmarks of a matrix share: their options, and the form of a baseline file."""
+
+import argparse
+from collections.abc import Iterable, Mapping
+import json
+from pathlib import Path
+from typing import Any
+import warnings
+
+import torch
+
+from qspec.eval_files import eval_dir
+from qspec.provenance import atomic_write
+
+
+def read_options(description: str | None, matrix: str) -> argparse.Namespace:
+    """The options of the command line, threads set and warnings off; `matrix` is the default one's file name."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--matrix", type=Path, default=eval_dir() / "matrices" / matrix)
+    parser.add_argument("--only", default="", metavar="PATTERN")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    return options
+
+
+def write_baseline(path: Path, environment: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write {environment, rows}, a line per row."""
+    text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    facts = json.dumps(environment, indent=1)
+    atomic_write(path, f'{{"environment": {facts},\n"rows": [\n{text}\n]}}\n')
