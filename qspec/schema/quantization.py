@@ -5,11 +5,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-Scheme = Literal["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "none"]
+Scheme = Literal["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A8", "none"]
 STATIC_OR_DYNAMIC: frozenset[Scheme] = frozenset(("W8A8", "FP8", "FP8_DYNAMIC"))
 """Schemes whose inputs may have one stored scale, or one per token at run time."""
 MOST = 1_000_000
 """Of anything that is counted: what is above it is a slip, and would fill the memory or never end."""
+RANDOM_ROWS = 8
+"""Default of `QuantSpec.random_rows`."""
 
 
 class Strict(BaseModel):
@@ -166,7 +168,7 @@ class QuantSpec(Strict):
     engine: Literal["qspec", "llmcompressor"] = "qspec"
     scheme: Scheme = "W8A8"
     method: Literal["rtn", "gptq", "smoothquant+gptq", "awq", "autoround"] = "rtn"
-    group_size: int = Field(default=128, gt=0, le=MOST, description="W4A16 only")
+    group_size: int = Field(default=128, gt=0, le=MOST, description="W4A16 and W4A8 only")
     clip: ClipSpec = ClipSpec()
     smoothing: SmoothingSpec | None = None
     rotation: RotationSpec | None = None
@@ -178,6 +180,12 @@ class QuantSpec(Strict):
         default="e4m3", description="adaptive: E4M3 or E5M2 per tensor, by measured output error"
     )
     mixed: MixedSpec | None = None
+    random_rows: int = Field(
+        default=RANDOM_ROWS,
+        ge=0,
+        le=MOST,
+        description="rows of random tokens beside the text: what no text in one language shows",
+    )
     untie_head: bool = Field(default=False, description="give a tied head a matrix of its own, to quantize it")
     rules: tuple[RuleSpec, ...] = ()
     ignore: tuple[Pattern, ...] = ("lm_head",)
@@ -197,6 +205,8 @@ class QuantSpec(Strict):
             raise ValueError("smoothing belongs to engine qspec; with llmcompressor set method: smoothquant+gptq")
         if self.engine == "llmcompressor" and self.rotation is not None:
             raise ValueError("rotation belongs to engine qspec; set engine: qspec, or leave rotation out")
+        if self.engine == "llmcompressor" and self.random_rows != RANDOM_ROWS:
+            raise ValueError("random_rows belong to engine qspec; set engine: qspec, or leave random_rows out")
         if self.engine == "llmcompressor" and self.untie_head:
             raise ValueError("untie_head belongs to engine qspec; set engine: qspec, or leave it out")
         if self.engine == "llmcompressor" and self.mixed is not None:

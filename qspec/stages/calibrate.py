@@ -10,7 +10,7 @@ from qspec.errors import SourceError
 from qspec.nn.decoder import Decoder
 from qspec.progress import Progress
 from qspec.records import ArchMap, LayerStats, LoadedModel
-from qspec.stages.pieces import embedded, pieces
+from qspec.stages.pieces import embedded, longest, pieces
 
 KEEP_ROWS = 128
 """Input rows per layer that are kept."""
@@ -35,12 +35,24 @@ def calibrate(
     return joined(seen)
 
 
+def random_rows(vocab: int, count: int, length: int, seed: int) -> list[list[int]]:
+    """`count` rows of `length` token ids drawn evenly from the vocabulary: other scripts, rare tokens.
+
+    Text in one language leaves directions of the inputs nearly empty that another language fills. SmolLM2-135M, W8A8
+    with smoothing and feedback, English calibration, KL in nats/token: Chinese .092 without, .038 with 8 rows beside 32
+    of text and `sequential.DAMPING`; WikiText-2 .011 and .013.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[list[int]] = torch.randint(vocab, (count, length), generator=generator).tolist()
+    return rows
+
+
 def calibrate_piece(
     piece: LoadedModel, states: Sequence[Tensor], keep_rows: int = KEEP_ROWS
 ) -> tuple[LayerStats, list[Tensor]]:
     """What one piece sees of hidden states `[T, hidden]` per row, and what it makes of them."""
     assert states, "calibration needs at least one row"
-    decoder = Decoder.from_float(piece, max_length=max(x_TK.shape[0] for x_TK in states))
+    decoder = Decoder.from_float(piece, max_length=longest(states))
     recorder = decoder.observer = Recorder(per_text=-(-keep_rows // len(states)))
     after = advanced(decoder, states)
     stats = recorder.stats(piece.arch, sum(x_TK.shape[0] for x_TK in states))

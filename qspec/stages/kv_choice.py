@@ -19,6 +19,7 @@ from qspec.progress import Progress
 from qspec.records import LayerStats, LoadedModel, QuantizedModel, layer_number
 from qspec.stages.calibrate import calibrate
 from qspec.stages.kv_scales import FEW, KVScales, kv_scales, listed_channels
+from qspec.stages.pieces import longest
 from qspec.stages.sensitivity import Judge, judged_pieces, passed, sampled
 
 OUT_OF_LINE, LEAST = 10.0, 1e-4
@@ -119,12 +120,12 @@ def _with_cache(piece: LoadedModel, kv: KVScheme, scales: KVScales, states: Sequ
         scales.v,
         q_scale=scales.q,
     )
-    return Decoder.from_quantized(rounded, max_length=max(x_TK.shape[0] for x_TK in states))
+    return Decoder.from_quantized(rounded, max_length=longest(states))
 
 
 def _outlying_channels(piece: LoadedModel, layer: str, states: Sequence[Tensor]) -> tuple[int, ...]:
     """Channels of the layer's keys (all heads, as `k_proj` counts them) that are far above its others."""
-    decoder = Decoder.from_float(piece, max_length=max(x_TK.shape[0] for x_TK in states))
+    decoder = Decoder.from_float(piece, max_length=longest(states))
     seen: list[Tensor] = []
 
     def observe(name: str, x: Tensor) -> None:

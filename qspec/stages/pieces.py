@@ -37,6 +37,11 @@ def embedded(model: LoadedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     return [F.embedding(torch.tensor(row), embed_VK).float() * scale for row in rows]
 
 
+def longest(states: Sequence[Tensor]) -> int:
+    """Tokens of the longest text: the cache positions that a decoder needs to run any of them."""
+    return max(x_TK.shape[0] for x_TK in states)
+
+
 def _owner(name: str) -> str:
     """`model.layers.N` of a tensor that belongs to a layer; else empty."""
     parts = name.split(".", 3)

@@ -32,7 +32,7 @@ from qspec.schema.scores import Basis, Scores, UnitScore
 from qspec.stages.allocate import assumed_plan
 from qspec.stages.build_plan import build_plan
 from qspec.stages.calibrate import calibrate_piece
-from qspec.stages.pieces import embedded, pieces
+from qspec.stages.pieces import embedded, longest, pieces
 from qspec.stages.quantize import quantize
 from qspec.stages.sequential import HELD_OUT
 from qspec.stages.units import Schemes, candidate_schemes, n_weights, open_units, unit_bytes
@@ -179,7 +179,7 @@ def _score(
                 continue
             alone = {layer: rounded.linears[layer] for layer in unit}
             decoder = Decoder.from_quantized(
-                replace(rounded, linears=alone, tensors=piece.tensors), max_length=max(len(x_TK) for x_TK in states)
+                replace(rounded, linears=alone, tensors=piece.tensors), max_length=longest(states)
             )
             errors[unit].append(judge(passed([decoder], states)))
     return {unit: tuple(found) for unit, found in errors.items()}

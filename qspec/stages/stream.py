@@ -105,8 +105,9 @@ def _start(
         sequential.require_judge(texts)
     if store.records:
         return {kind: store.states(kind, len(texts)) for kind in kinds}
-    require_finite(EMBEDDING, model.tensors[EMBEDDING])
-    first = embedded(model, texts)
+    table = {EMBEDDING: model.tensors[EMBEDDING]}  # read once
+    require_finite(EMBEDDING, table[EMBEDDING])
+    first = embedded(replace(model, tensors=table), texts)
     return dict.fromkeys(kinds, first)
 
 

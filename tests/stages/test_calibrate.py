@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qspec.errors import SourceError
-from qspec.stages.calibrate import calibrate
+from qspec.stages.calibrate import calibrate, random_rows
 from tests.observed import ROWS, load
 from tests.tiny import tiny_model
 
@@ -20,3 +20,12 @@ def test_activations_that_are_not_finite_are_refused(tmp_path: Path, value: floa
     damaged = replace(model, tensors={**model.tensors, name: torch.full_like(model.tensors[name], value)})
     with pytest.raises(SourceError, match=r"model\.layers\.\d.* computes NaN or infinity"):
         calibrate(damaged, ROWS)
+
+
+def test_random_rows_reach_the_whole_vocabulary_and_no_further() -> None:
+    """Would catch ids that the embedding lacks, rows that repeat, and another draw on resume."""
+    rows = random_rows(7, 3, 50, seed=1)
+    assert [len(row) for row in rows] == [50] * 3
+    assert set().union(*rows) == set(range(7))
+    assert rows[0] != rows[1]
+    assert random_rows(7, 3, 50, seed=1) == rows != random_rows(7, 3, 50, seed=2)

@@ -82,7 +82,7 @@ def test_layers_are_fitted_to_their_quantized_predecessors(
 ) -> None:
     """Catches moments of the float model, of held-out rows, of activations before rounding, or of another layer."""
     seen: list[Tensor] = []
-    monkeypatch.setattr(sequential, "DAMPINGS", (0.1,))
+    monkeypatch.setattr(sequential, "DAMPING", 0.1)
 
     def watch(hessian_KK: Tensor, damping: float) -> gptq.Factor | None:
         seen.append(hessian_KK)
@@ -120,7 +120,7 @@ def test_feedback_that_only_fits_its_text_is_refused(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Catches 4-bit weights that fit the calibration text and lose elsewhere, and a layer nobody hears of."""
-    monkeypatch.setattr(sequential, "DAMPINGS", (1e-6,))
+    monkeypatch.setattr(sequential, "DAMPING", 1e-6)
     few = [row[:6] for row in ROWS[:4]]  # 18 tokens for 64 and more inputs: anything can be fitted
     rounded = quantize(model, None, build_plan(W4))
     with caplog.at_level(logging.INFO, logger="qspec"):
@@ -132,7 +132,7 @@ def test_feedback_that_only_fits_its_text_is_refused(
     for layer in quant.linears:
         same = torch.equal(quant.linears[layer].weight.codes, rounded.linears[layer].weight.codes)
         assert same == (layer in kept)
-    judged = "chosen on 1 of 4 texts that the others were fitted to, then fitted to all"
+    judged = "chosen on 1 of 4 rows that the others were fitted to, then fitted to all"
     assert quant.notes[0] == f"GPTQ: {14 - len(kept)} of 14 layers, {judged}."
     assert any(note.startswith("GPTQ, rounding to nearest, no gain on held-out rows: ") for note in quant.notes)
 

@@ -17,7 +17,8 @@ from qspec.records import LoadedModel
 from qspec.schema.quantization import KVSpec, QuantSpec, SmoothingSpec
 from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec, ModelSpec
 from qspec.stages.build_plan import build_plan
-from qspec.stages.calibrate import calibrate
+from qspec.stages.calibrate import calibrate, random_rows
+from qspec.stages.check import real_vocab
 from qspec.stages.pieces import embedded, pieces
 from qspec.stages.quantize import quantize
 from qspec.stages.transform import transform
@@ -114,7 +115,8 @@ def test_pieces_give_what_the_whole_model_gives(tmp_path: Path, kind: str) -> No
     model, plan = load(folder), build_plan(quantization)
     from qspec.bridges.text import calibration_rows
 
-    stats = calibrate(model, calibration_rows(calibration, model.tokenizer, 0))
+    drawn = random_rows(real_vocab(model.tokenizer), QuantSpec().random_rows, calibration.length, 0)
+    stats = calibrate(model, [*calibration_rows(calibration, model.tokenizer, 0), *drawn])
     changed, after, _ = transform(model, stats, quantization, fusion, plan)
     whole = quantize(changed, after, plan)
     for layer, linear in whole.linears.items():
@@ -130,7 +132,9 @@ def test_experts_that_no_piece_reached_are_told_once(tmp_path: Path) -> None:
     folder = tiny_model("qwen3_moe", tmp_path / "source")
     (tmp_path / "text.txt").write_text("\n\n".join(["aaaaaaaaaaaaaaaa"] * 8), encoding="utf-8")
     calibration = CalibrationSpec(data=(DataSpec(name=str(tmp_path / "text.txt")),), samples=1, length=8)
-    made = quantize_checkpoint(spec(folder, QuantSpec(scheme="FP8")), tmp_path / "out", calibration, progress=QUIET)
+    made = quantize_checkpoint(
+        spec(folder, QuantSpec(scheme="FP8", random_rows=0)), tmp_path / "out", calibration, progress=QUIET
+    )
     (note,) = (note for note in made.notes if "saw no calibration token" in note)
     assert "of 12 experts" in note  # six in each of two layers; the first has none
 
