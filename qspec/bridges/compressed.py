@@ -1,8 +1,8 @@
 """Checkpoints in the compressed-tensors layout: what vLLM and transformers load, written and read back exactly.
 
-Names: `X.weight` (8-bit codes) or `X.weight_packed` + `X.weight_shape` (INT4), `X.weight_scale`, `X.input_scale`
-(static only), `model.layers.N.self_attn.k_scale` / `v_scale` / `q_scale`. Multiply by a scale to dequantize; scales are
-float32.
+Names: `X.weight` (a byte per code) or `X.weight_packed` + `X.weight_shape` (INT4 alone), `X.weight_scale`,
+`X.input_scale` (static only), `model.layers.N.self_attn.k_scale` / `v_scale` / `q_scale`. Multiply by a scale to
+dequantize; scales are float32.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qspec.bridges import hf, quant_config, sidecar
 from qspec.bridges.layout import require_tensors, split_stored, stored_as, stored_items, stored_rows, stored_schemes
-from qspec.bridges.tensors import LazyTensors, read_tensors, write_shards
+from qspec.bridges.tensors import LazyTensors, Opener, read_tensors, write_shards
 from qspec.errors import OutputError, RecipeError, SourceError
 from qspec.nn.linear import joined_rows, merge_obstacle, taken_rows
 from qspec.numerics.affine import QTensor, quantize_matrix
@@ -57,13 +57,13 @@ def write_float(model: LoadedModel, folder: Path, dtype: torch.dtype) -> None:
     write(plain, folder, dtype)
 
 
-def read(folder: Path) -> QuantizedModel:
+def read(folder: Path, opener: Opener | None = None) -> QuantizedModel:
     """Read a checkpoint folder: qspec's own, llm-compressor's, or a plain one. Raises `SourceError`.
 
-    Every tensor that the configuration promises is there, in its shape.
+    Every tensor that the configuration promises is there, in its shape. `opener` reads files that are not to be mapped.
     """
     try:
-        model = _read(folder)
+        model = _read(folder, opener)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # malformed metadata
         what = " ".join(f"{type(error).__name__}: {error}".split())[:120]
         rule = f"its configuration and tensors do not describe a checkpoint ({what})"
@@ -72,7 +72,7 @@ def read(folder: Path) -> QuantizedModel:
     return model
 
 
-def _read(folder: Path) -> QuantizedModel:
+def _read(folder: Path, opener: Opener | None) -> QuantizedModel:
     config = hf.read_config(folder)
     quantization = config.pop("quantization_config", None)
     path = folder / sidecar.NAME
@@ -84,7 +84,7 @@ def _read(folder: Path) -> QuantizedModel:
     schemes = sidecar.named(body, schemes)
     resolved = {layer: _scheme(schemes, group_of.get(stored_as(arch, layer))) for layer in arch.linears()}
     plan = sidecar.plan(body, schemes, kv) if body else quant_config.canonical_plan(resolved, kv)
-    stored = _Reader(read_tensors(folder), folder)
+    stored = _Reader(read_tensors(folder, opener), folder)
     linears = _Linears(arch, stored, {layer: scheme for layer, scheme in resolved.items() if scheme})
     k_scale, v_scale, q_scale = (_read_kv(stored, arch, plan.kv, name) for name in _KV)
     return QuantizedModel(
@@ -172,17 +172,22 @@ def _joined(stored: str, members: Sequence[QLinear]) -> QLinear:
     return joined_rows(members)
 
 
+def packs(linear: QLinear) -> bool:
+    """Whether codes lie eight to a word; beside rounded inputs (`int-quantized`) INT4 takes a byte, for runtimes."""
+    return linear.weight.fmt == INT4 and linear.activation is None
+
+
 def _linear_tensors(linear: QLinear, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     weight = linear.weight
     yield "weight_scale", weight.scale.float()
-    if weight.fmt == INT4:
+    if packs(linear):
         yield "weight_packed", pack_int4(weight.codes)
         yield "weight_shape", torch.tensor(weight.shape)
     else:
         yield "weight", weight.codes
     if weight.zero_point is not None:
         zero = weight.zero_point.to(torch.int8)
-        yield "weight_zero_point", pack_int4(zero.T).T if weight.fmt == INT4 else zero
+        yield "weight_zero_point", pack_int4(zero.T).T if packs(linear) else zero
     if linear.input_scale is not None:
         yield "input_scale", linear.input_scale.float()
     if linear.outliers is not None:
@@ -274,16 +279,19 @@ def _scheme(schemes: Mapping[str, LayerScheme], group: str | None) -> LayerSchem
 def _read_linear(stored: _Reader, layer: str, scheme: LayerScheme) -> QLinear:
     fmt = scheme.weight.fmt
     scale = stored.take(f"{layer}.weight_scale").float()
-    if fmt == INT4:
+    packed = stored.find(f"{layer}.weight_packed") if fmt == INT4 else None
+    if packed is not None:
         n, k = (int(size) for size in stored.take(f"{layer}.weight_shape"))
-        codes = unpack_int4(stored.take(f"{layer}.weight_packed"), k)
+        codes = unpack_int4(packed, k)
     else:
         codes = stored.take(f"{layer}.weight")
         n, k = codes.shape
         if codes.dtype != fmt.storage:
             raise ValueError(f"codes are {codes.dtype}, {fmt.name} is {fmt.storage}")
+        if fmt == INT4 and codes.numel() and (int(codes.min()) < fmt.qmin or int(codes.max()) > fmt.qmax):
+            raise ValueError(f"codes reach from {int(codes.min())} to {int(codes.max())}, {fmt.name} does not")
     zero = None if scheme.weight.symmetric else stored.take(f"{layer}.weight_zero_point")
-    if zero is not None and fmt == INT4:
+    if zero is not None and packed is not None:
         zero = unpack_int4(zero.T, n).T
     scale = scale.reshape(scale_shape((n, k), scheme.weight.granularity))
     weight = QTensor(codes, scale, None if zero is None else zero.float(), fmt, scheme.weight.granularity)

@@ -6,11 +6,12 @@ forks share its weights, and a pass may hold rows of several: only attention tel
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,7 +35,9 @@ HEAD_ROWS = 16
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
+    """A decoder layer, ready to run."""
+
     name: str
     input_norm: Tensor
     qkv: Linear
@@ -48,6 +51,10 @@ class _Layer:
     window: int | None
 
 
+Layers = Callable[[Callable[[str], Layer]], Iterable[Layer]]
+"""Makes what gives a decoder its layers, in order, once per pass; asked with a function that builds one by name."""
+
+
 class Decoder:
     """A causal LM with its own KV cache; implements `nn.lm.BatchLM`."""
 
@@ -59,14 +66,17 @@ class Decoder:
         new_cache: Callable[[], KVCache],
         dtype: torch.dtype,
         kernels: Kernels = "auto",
+        layers: Layers | None = None,
     ) -> None:
+        """`layers`: None builds all and holds them."""
         self.arch, self._dtype, self._new_cache = arch, dtype, new_cache
         self._cache, self._length = new_cache(), 0
         self._tree: Parents = ()  # nodes that wait behind `length`
         self.observer: Observer | None = None
         weights = _Weights(arch, tensors, linears, dtype, kernels)
         self._embed_VK = tensors[EMBEDDING].to(dtype) if EMBEDDING in tensors else None
-        self._layers = [_layer(weights, layer) for layer in arch.layers]
+        build = partial(_layer, weights)
+        self._layers: Iterable[Layer] = layers(build) if layers else [build(layer) for layer in arch.layers]
         self._norm = weights.norm("model.norm") if arch.has_head else None
         self._head = self._own_head(weights, linears) if arch.has_head else None
         self._rope = rope_tables(arch.rope_inv_freq, arch.rope_factor, self.max_length, dtype)
@@ -89,14 +99,15 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         max_length: int | None = None,
         kernels: Kernels = "auto",
-    ) -> "Decoder":
+        layers: Layers | None = None,
+    ) -> Self:
         """A quantized model on this machine's kernels, or on their eager twins (`kernels="reference"`)."""
         length, scheme = max_length or model.arch.max_positions, model.plan.kv
         new_cache: Callable[[], KVCache] = partial(FloatKVCache, model.arch, length, dtype)
         if scheme is not None:
             scales = model.k_scale, model.v_scale, model.q_scale
             new_cache = partial(QuantizedKVCache, model.arch, length, dtype, scheme, *scales)
-        return cls(model.arch, model.tensors, model.linears, new_cache, dtype, kernels)
+        return cls(model.arch, model.tensors, model.linears, new_cache, dtype, kernels, layers)
 
     def _own_head(self, weights: "_Weights", linears: Mapping[str, QLinear]) -> Linear:
         if self.arch.tied and "lm_head" not in linears:
@@ -225,7 +236,8 @@ class Decoder:
     def _pass(self, parts: Sequence[Rows], x_TK: Tensor) -> Tensor:
         positions_T = _joined([rows.positions for rows in parts])
         ropes = [tuple(table_LD[positions_T] for table_LD in tables) for tables in (self._rope, self._window_rope)]
-        masks = {window: [rows.mask(window) for rows in parts] for window in {layer.window for layer in self._layers}}
+        windows = {self.arch.window(layer) for layer in self.arch.layers}
+        masks = {window: [rows.mask(window) for rows in parts] for window in windows}
         exact = all(rows.count <= EXACT_ROWS for rows in parts)
         for i, layer in enumerate(self._layers):
             rope = ropes[layer.window is not None]
@@ -238,7 +250,7 @@ class Decoder:
     def _attention(
         self,
         i: int,
-        layer: _Layer,
+        layer: Layer,
         x_TK: Tensor,
         parts: Sequence[Rows],
         rope: tuple[Tensor, ...],
@@ -324,9 +336,9 @@ class _Weights:
         return merged_linear(members, biases, self._dtype, self._kernels)
 
 
-def _layer(w: _Weights, base: str) -> _Layer:
+def _layer(w: _Weights, base: str) -> Layer:
     a, attn = w.arch, f"{base}.self_attn"
-    return _Layer(
+    return Layer(
         name=base,
         input_norm=w.norm(f"{base}.input_layernorm"),
         qkv=w.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),

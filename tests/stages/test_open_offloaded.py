@@ -1,0 +1,39 @@
+"""A pair that is opened under a limit of memory."""
+
+from pathlib import Path
+
+import pytest
+
+from qspec import cli, load_pair
+from qspec.nn.offload import OffloadedDecoder
+from qspec.stages.open_pair import open_pair
+from qspec.stages.package import package
+from tests.stages.pairs import halves, recipe
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    return package(*halves(folder / "source"), recipe(), folder / "pair")
+
+
+def test_answers_are_those_of_the_resident_target(pair: Path) -> None:
+    """Catches a limit that the target is not opened under, or that changes an answer, with drafts or without."""
+    resident, limited = open_pair(pair, kernels="torch"), load_pair(pair, "2MB")
+    assert isinstance(limited.target, OffloadedDecoder)
+    assert limited.target.residency.total <= 2_000_000
+    for speculative in (False, True):
+        want, got = (each.generate("the quick", 24, speculative=speculative).generation for each in (resident, limited))
+        assert got.tokens == want.tokens
+        assert [step.accepted for step in got.steps] == [step.accepted for step in want.steps]
+
+
+@pytest.mark.parametrize(("limit", "says"), [("1kB", "give at least"), ("lots", "is no size in memory")])
+def test_a_limit_that_cannot_be_kept_is_one_line(
+    pair: Path, limit: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a limit that the command line drops, and a traceback for one."""
+    assert cli.main(["generate", "--memory-limit", limit, str(pair), "hello"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: memory limit")
+    assert says in line
