@@ -38,11 +38,15 @@ def run(recipe: "Recipe | str | Path", out: str | Path, resume: bool = False) ->
     return pipeline.run(recipe if isinstance(recipe, Recipe) else Recipe.read(recipe), out, resume)
 
 
-def load_pair(folder: str | Path) -> "LoadedPair":
-    """Open a pair to generate with it. Raises `qspec.errors.IntegrityError` if the folder is none."""
+def load_pair(folder: str | Path, memory_limit: str | int | None = None, direct_io: bool = False) -> "LoadedPair":
+    """Open a pair to generate with it. Raises `qspec.errors.IntegrityError` if the folder is none.
+
+    memory_limit: bytes that the target's weights and caches may take, or `"2GiB"`; layers beyond it are read from disk
+    for every pass. direct_io: read them past the system's file cache.
+    """
     from qspec.stages.open_pair import open_pair
 
-    return open_pair(folder)
+    return open_pair(folder, memory_limit=memory_limit, direct_io=direct_io)
 
 
 def check(folder: str | Path) -> list[str]:

@@ -163,6 +163,12 @@ def generate(
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="1 is off. Default: the pair's.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random numbers that sampling uses.")] = 0,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding, for comparison.")] = False,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of the target, as 2GiB: layers beyond it are read from disk for every pass."
+        ),
+    ] = None,
 ) -> None:
     """Answer a prompt with a pair.
 
@@ -171,7 +177,7 @@ def generate(
     if top_p == 0:
         raise RecipeError("--top-p 0", "keeps no token", "give more than 0, or 1 to switch it off")
     text = _read_prompt(prompt)
-    answer = qspec.load_pair(pair).generate(
+    answer = qspec.load_pair(pair, memory_limit).generate(
         text,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -20,21 +20,23 @@ from qspec.records import LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec, ModelDraft, ModelSpec, NgramDraft, Recipe, SelfDraft
 from qspec.schema.results import Accuracy, Record, Results, Speed
-from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.types import Drafter
 from qspec.stages.allocate import allocate_plan
-from qspec.stages.bench import Arm, bench
+from qspec.stages.bench import bench
+from qspec.stages.bench_arm import Arm
 from qspec.stages.build_plan import build_plan, validate_plan
+from qspec.stages.calibrate import random_rows
 from qspec.stages.check import check, check_tokenizers, read_manifest, real_vocab
+from qspec.stages.drafting import draft_policy, model_drafter
 from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
 from qspec.stages.kv_choice import choose_kv
-from qspec.stages.load import load, resolve_arch
-from qspec.stages.open_pair import LoadedPair, compute_dtype, draft_policy, open_pair, with_lookup
+from qspec.stages.load import load
+from qspec.stages.open_pair import LoadedPair, compute_dtype, open_pair
 from qspec.stages.package import package, seal, source_dtype, stored_dtype
 from qspec.stages.pad import match_rows
-from qspec.stages.planned import STORED, PlannedPair, plan_half
+from qspec.stages.planned import PlannedPair, plan_half, resolve_model
 from qspec.stages.prepare import prepare
 from qspec.stages.preview import admit
 from qspec.stages.rehearse import rehearse
@@ -168,7 +170,8 @@ def quantize_model(
         notes += chosen
     job = Job(spec, fusion, plan, dtype, tuple(notes))
     store = Store(work / "pieces", job.key(model, text.spec, text.seed))
-    return fuse(stream(model, job, lambda: text.rows, store, text.progress))
+    drawn = random_rows(real_vocab(model.tokenizer), spec.random_rows, text.spec.length, text.seed)
+    return fuse(stream(model, job, lambda: [*text.rows, *drawn], store, text.progress))
 
 
 def _half(recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path) -> QuantizedModel:
@@ -198,7 +201,8 @@ def quantize_checkpoint(
     """
     out, progress = Path(out), progress or Progress()
     spec, calibration = model.quantization, calibration or CalibrationSpec()
-    planned = plan_half(model.model, resolve_arch(model), spec, STORED, STORED)
+    arch, stored = resolve_model(model)
+    planned = plan_half(model.model, arch, spec, stored, stored)
     validate_plan(planned.plan, planned.arch)
     if spec.engine == "qspec" and spec.method == "gptq":
         require_judge(range(calibration.samples))
@@ -258,8 +262,8 @@ def _bench(arms: Arms, progress: Progress) -> Speed:
     if isinstance(recipe.draft, ModelDraft) and arms.originals.draft is not None and planned.draft is not None:
         float_draft = arms.float_decoder(arms.originals.draft)
         tokens = real_vocab(arms.originals.target.tokenizer)
-        float_drafter = ModelDrafter(float_draft, arch.vocab_size, arch.eos_ids, tokens)
-        drafters["original"] = (with_lookup(float_drafter, recipe.draft), planned.draft.plain.cost.weight_bytes)
+        float_drafter = model_drafter(float_draft, recipe.draft, arch, tokens)
+        drafters["original"] = (float_drafter, planned.draft.plain.cost.weight_bytes)
     targets = {"original": (arms.original, planned.target.plain), "quantized": (pair.target, planned.target.bytes)}
     runs: dict[str, Arm] = {}
     for name, (target, size) in targets.items():
@@ -267,7 +271,8 @@ def _bench(arms: Arms, progress: Progress) -> Speed:
         drafter, weight = drafters[name]
         c_hat = planned.drafting.cost.ops / size.cost.ops if planned.drafting else 0.0
         own = replace(plain, policy=draft_policy(recipe.speculation.draft_length), draft_bytes=int(weight), c_hat=c_hat)
-        runs[name], runs[f"{name} + draft"] = plain, replace(own, drafter=drafter)
+        more = pair.new_drafter if name == "quantized" else None
+        runs[name], runs[f"{name} + draft"] = plain, replace(own, drafter=drafter, new_drafter=more)
     if not isinstance(recipe.draft, NgramDraft):
         policy = draft_policy(recipe.speculation.draft_length)
         runs["quantized + prompt lookup"] = replace(runs["quantized"], drafter=NgramDrafter(), policy=policy, c_hat=0.0)

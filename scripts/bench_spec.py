@@ -15,8 +15,8 @@ from typing import Any
 from bench_cli import read_options, write_baseline
 import torch
 
-from qspec.nn.decoder import Decoder
-from qspec.pipeline import Calibration, load_originals, quantize_model
+from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
+from qspec.pipeline import Calibration, Originals, load_originals, quantize_model
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
 from qspec.records import LoadedModel
@@ -24,12 +24,12 @@ from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import LookupDraft, ModelDraft, Recipe, SelfDraft
 from qspec.schema.results import Measurement, Speed
 from qspec.schema.spec_matrix import SpecSubject, read_spec_matrix
-from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.types import Drafter
-from qspec.stages.bench import Arm, arm_facts, find_mismatches, load_requests, measure
+from qspec.stages.bench import arm_facts, find_mismatches, load_requests, measure
+from qspec.stages.bench_arm import Arm
 from qspec.stages.bench_stats import Request, Run, summarize
 from qspec.stages.check import real_vocab
-from qspec.stages.open_pair import draft_policy, lookup_drafter, with_lookup
+from qspec.stages.drafting import draft_policy, lookup_drafter, model_drafter
 
 WORK = Path("runs/bench_spec")
 BASELINE = Path("eval/baselines/spec_bench.json")
@@ -75,22 +75,25 @@ def cells_of(matrix: dict[str, SpecSubject]) -> Iterator[Cell]:
 class Bench:
     """One subject and one draft in memory: the target, its prompts, the drafter's model."""
 
-    def __init__(self, cell: Cell, progress: Progress) -> None:
+    def __init__(self, cell: Cell, progress: Progress, loaded: Originals | None = None) -> None:
+        """`loaded`: models of another cell of the subject; a self draft of them all is the target itself."""
         self.subject, self.draft, self._recipe, self._progress = cell.subject, cell.draft, cell.recipe, progress
-        self._originals = load_originals(cell.recipe, progress)
+        draft = self._recipe.draft
+        if loaded is not None and isinstance(draft, SelfDraft) and draft.layers is None:
+            self._originals = Originals(loaded.target, loaded.target)
+        else:
+            self._originals = load_originals(cell.recipe, progress)
         self.model = self._originals.target
 
     @cached_property
-    def target(self) -> Decoder:
+    def target(self) -> AnyDecoder:
         return self._decoder(self.model, self._recipe.target.quantization)
 
     @cached_property
-    def drafter_model(self) -> ModelDrafter:
+    def draft_model(self) -> AnyDecoder:
         assert self._originals.draft is not None
         assert isinstance(self._recipe.draft, ModelDraft | SelfDraft)
-        decoder = self._decoder(self._originals.draft, self._recipe.draft.quantization)
-        arch = self.model.arch
-        return ModelDrafter(decoder, arch.vocab_size, arch.eos_ids, real_vocab(self._originals.draft.tokenizer))
+        return self._decoder(self._originals.draft, self._recipe.draft.quantization)
 
     @cached_property
     def requests(self) -> list[Request]:
@@ -98,9 +101,12 @@ class Bench:
         return load_requests(spec, self.model.tokenizer, self.subject.max_length - spec.max_new_tokens)[0]
 
     def other_draft(self, cell: Cell) -> "Bench":
-        """The same target with another draft."""
-        other = Bench(cell, self._progress)
+        """The same target with another draft; its model too, where only what drafts before it differs."""
+        other = Bench(cell, self._progress, self._originals)
         other.target, other.requests = self.target, self.requests
+        mine, its = self._recipe.draft, other._recipe.draft
+        if isinstance(mine, SelfDraft) and isinstance(its, SelfDraft) and _weights(mine) == _weights(its):
+            other.draft_model = self.draft_model
         return other
 
     def drafter(self) -> Drafter:
@@ -109,7 +115,8 @@ class Bench:
         if isinstance(draft, LookupDraft):
             return lookup_drafter(draft)
         assert isinstance(draft, ModelDraft | SelfDraft)
-        return with_lookup(self.drafter_model, draft)
+        assert self._originals.draft is not None
+        return model_drafter(self.draft_model, draft, self.model.arch, real_vocab(self._originals.draft.tokenizer))
 
     def record(self, cell: Cell) -> dict[str, Any]:
         """Rows of a cell, and what it took."""
@@ -119,14 +126,19 @@ class Bench:
         arms, eos_ids = {"plain": plain, "draft": drafting}, self.model.arch.eos_ids
         runs = measure(arms, self.requests, recipe, eos_ids, self._progress)
         rows = list(rows_of(cell, arms, self.requests, runs))
-        return {"seconds": round(time.perf_counter() - start, 1), "rows": rows}
+        asked = {"engine": engine_name(self.target), "prompts": len(self.requests)}
+        return {"seconds": round(time.perf_counter() - start, 1), "rows": rows, **asked}
 
-    def _decoder(self, model: LoadedModel, spec: QuantSpec) -> Decoder:
+    def _decoder(self, model: LoadedModel, spec: QuantSpec) -> AnyDecoder:
         text = Calibration(self._recipe.calibration, self.model.tokenizer, self.subject.seed, self._progress)
         with TemporaryDirectory(dir=WORK) as work:
             quantized = quantize_model(model, spec, self._recipe.fusion, text, Path(work), torch.float32)
             length = min(self.subject.max_length, model.arch.max_positions)
-            return Decoder.from_quantized(quantized, max_length=length)  # while its files are there
+            return open_decoder(quantized, max_length=length)  # while its files are there
+
+
+def _weights(draft: SelfDraft) -> tuple[int | None, QuantSpec]:
+    return draft.layers, draft.quantization
 
 
 def rows_of(cell: Cell, arms: dict[str, Arm], requests: list[Request], runs: list[Run]) -> Iterator[Row]:
@@ -142,7 +154,8 @@ def rows_of(cell: Cell, arms: dict[str, Arm], requests: list[Request], runs: lis
 def row(cell: Cell, category: str, speed: Speed) -> Row:
     accepted, ratio = next(iter(speed.acceptance)), next(iter(speed.ratios), None)
     equality = next(iter(speed.equality), None)
-    predicted = next((p.predicted for p in speed.predictions), None)
+    prediction = next(iter(speed.predictions), None)
+    sources = {source.source: [source.steps, source.drafted, source.accepted] for source in accepted.sources}
     return {
         "model": cell.model,
         "drafter": cell.draft,
@@ -156,7 +169,11 @@ def row(cell: Cell, category: str, speed: Speed) -> Row:
         "ci": [round(end, 4) for end in accepted.alpha.ci or ()],
         "speedup": None if ratio is None else round(ratio.speedup.value, 4),
         "speedup_ci": None if ratio is None else [round(end, 4) for end in ratio.speedup.ci or ()],
-        "predicted": None if predicted is None else round(predicted, 4),
+        "predicted": None if prediction is None else round(prediction.predicted, 4),
+        "c": None if prediction is None else round(prediction.draft_cost, 4),
+        "idle_share": None if prediction is None else round(prediction.idle_share or 0.0, 4),
+        "idle_cost": None if prediction is None else round(prediction.idle_cost or 0.0, 4),
+        "sources": sources,
         "equal": None if equality is None else equality.equal / equality.n,
         "lossless": None if equality is None else equality.lossless,
     }

@@ -37,11 +37,23 @@ Lookup = Literal["none", "ngram", "suffix"]
 """What may draft before a draft model does: it goes first, the model drafts where it finds nothing or does worse."""
 
 
+class TreeSpec(Strict):
+    """Several continuations at once, verified in one pass: the `nodes` likeliest within `depth` tokens.
+
+    `width`: nodes that each pass of the draft reads, and candidates behind each. The draft length caps the depth.
+    """
+
+    width: int = Field(default=4, ge=1, le=64)
+    depth: int = Field(default=4, ge=1, le=64)
+    nodes: int = Field(default=16, ge=1, le=256)
+
+
 class ModelDraft(ModelSpec):
     """A smaller model with the same tokenizer."""
 
     kind: Literal["model"]
     lookup: Lookup = "none"
+    tree: TreeSpec | None = None
 
 
 class SelfDraft(Strict):
@@ -50,6 +62,7 @@ class SelfDraft(Strict):
     kind: Literal["self"]
     layers: int | None = Field(default=None, ge=1)
     lookup: Lookup = "none"
+    tree: TreeSpec | None = None
     quantization: QuantSpec = QuantSpec(scheme="W4A16", group_size=64)
 
 
@@ -59,6 +72,7 @@ class NgramDraft(Strict):
     kind: Literal["ngram"]
     min_ngram: int = Field(default=1, ge=1)
     max_ngram: int = Field(default=3, ge=1, le=64)
+    branches: int = Field(default=1, ge=1, le=64, description="continuations at once; above 1 a tree")
 
     @model_validator(mode="after")
     def _ordered(self) -> "NgramDraft":
@@ -75,6 +89,7 @@ class SuffixDraft(Strict):
     max_match: int = Field(default=32, ge=1, le=1024)
     across_requests: bool = True
     memory_mb: float = Field(default=64, ge=0.1, le=1e6, description="10^6 bytes, for earlier requests and this one")
+    branches: int = Field(default=1, ge=1, le=64, description="continuations at once; above 1 a tree")
 
     @model_validator(mode="after")
     def _ordered(self) -> "SuffixDraft":
@@ -239,7 +254,10 @@ class EvaluationSpec(Strict):
 
 
 class BenchmarkSpec(Strict):
-    """Speed: {original, quantized} x {plain, speculative}, alternating, on real prompts."""
+    """Speed: {original, quantized} x {plain, speculative}, alternating, on real prompts.
+
+    `batch_sizes` above 1: the pair with and without drafts, so many prompts at once.
+    """
 
     prompts: str = "spec_bench"
     per_category: int = Field(default=1, ge=1, le=MOST)
@@ -247,6 +265,7 @@ class BenchmarkSpec(Strict):
     max_new_tokens: int = Field(default=64, ge=2, le=MOST)
     repeats: int = Field(default=3, ge=1, le=MOST)
     temperatures: tuple[float, ...] = (0.0,)
+    batch_sizes: tuple[Annotated[int, Field(ge=1, le=256)], ...] = (1,)
 
     @field_validator("temperatures")
     @classmethod
@@ -307,6 +326,23 @@ class Recipe(Strict):
             if kv is not None and kv.by_channel and kv.residual < longest:
                 rule = f"residual {kv.residual} is below the longest draft ({longest}), which may be rolled back"
                 raise ValueError(f"kv: {rule}; channel scales need residual: {longest} or more (64 is always enough)")
+        return self
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts may have several candidates for one position."""
+        if isinstance(self.draft, NgramDraft | SuffixDraft):
+            return self.draft.branches > 1
+        return isinstance(self.draft, ModelDraft | SelfDraft) and self.draft.tree is not None
+
+    @model_validator(mode="after")
+    def _caches_take_trees(self) -> "Recipe":
+        halves = [self.target, self.draft] if isinstance(self.draft, ModelDraft | SelfDraft) else [self.target]
+        for half, kv in ((half, half.quantization.kv) for half in halves if self.drafts_trees):
+            if kv is not None and (kv.by_channel or kv.residual):
+                name = "target" if half is self.target else "draft"
+                rule = "channel scales and residual round tokens by positions, which the nodes of a tree share"
+                raise ValueError(f"{name} kv: {rule}; draft chains, or omit them")
         return self
 
     @classmethod

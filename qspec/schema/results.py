@@ -146,11 +146,21 @@ class Ratio(Record):
     per_prompt: tuple[float, ...]
 
 
+class SourceCounts(Record):
+    """Draft tokens of one source of a drafter that has several."""
+
+    source: str
+    steps: int
+    drafted: int
+    accepted: int
+
+
 class Acceptance(Record):
     """How drafts fared. `alpha` is per draft token examined; `tokens_per_step` = 1 + accepted / steps.
 
     `per_position[i]` is the share of steps that drafted position i whose token there was accepted. `teacher_forced`:
     alpha from both models' laws behind every token of the plain answers, without drafting (None: no draft model).
+    Of trees, positions are depths, and `nodes_per_step` counts every token that was verified.
     """
 
     arm: str
@@ -165,6 +175,8 @@ class Acceptance(Record):
     per_position: tuple[float, ...]
     per_position_ci: tuple[tuple[float, float], ...] = ()
     teacher_forced: Measurement | None = None
+    nodes_per_step: float | None = None
+    sources: tuple[SourceCounts, ...] = ()
 
 
 class Prediction(Record):
@@ -173,6 +185,7 @@ class Prediction(Record):
     `draft_cost` (c) is one draft token and `verify_cost` one verification, both over one plain step, `verify_costs` the
     latter by number of rows. `expected_tokens` per step follow from alpha. `best_length` (0: plain decoding) predicts
     the largest speedup, `best`. `operations`: arithmetic per token over plain decoding's (theorem 3.11); None: unknown.
+    `idle_share` of the steps had no drafts; drafter, policy and bookkeeping added `idle_cost` plain steps to each.
     """
 
     arm: str
@@ -189,6 +202,26 @@ class Prediction(Record):
     best_length: int | None = None
     best: float | None = None
     operations: float | None = None
+    idle_share: float | None = None
+    idle_cost: float | None = None
+
+
+class BatchSpeed(Record):
+    """Several requests at once, one pass for all: tokens per second of all together, after their first tokens.
+
+    `speedup` over the plain arm of the same target in a batch of the same size (geometric mean over groups of prompts);
+    `draft_length`: mean of all steps; `equal` of `answers` greedy ones are those of the plain batch (0 of 0: sampled).
+    """
+
+    arm: str
+    baseline: str
+    batch: int
+    temperature: float
+    rate: Spread
+    speedup: Measurement | None = None
+    draft_length: float = 0.0
+    equal: int = 0
+    answers: int = 0
 
 
 class Mismatch(Record):
@@ -227,6 +260,7 @@ class Speed(Record):
     acceptance: tuple[Acceptance, ...] = ()
     predictions: tuple[Prediction, ...] = ()
     equality: tuple[Equality, ...] = ()
+    batches: tuple[BatchSpeed, ...] = ()
     bandwidth: Measurement
     condition: dict[str, Scalar] = {}
 

@@ -32,7 +32,7 @@ class Fixed:
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
         """A fixed length learns nothing."""
 
-    def reset(self, domain: str = "") -> None:
+    def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
         """A fixed length holds nothing."""
 
 
@@ -53,7 +53,7 @@ class Heuristic:
         if drafted:
             self._k = min(self._k + 2, self._max) if accepted == drafted else max(self._k - 1, 1)
 
-    def reset(self, domain: str = "") -> None:
+    def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
         self._k = self._first
 
 
@@ -89,7 +89,7 @@ class Confidence:
             self._now.add(self._asked[: min(drafted, accepted + 1)], accepted)
             self._asked = []
 
-    def reset(self, domain: str = "") -> None:
+    def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
         self._now = self._memory.of(domain)
         self._asked = []
 
@@ -130,8 +130,8 @@ class BatchLimited:
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
         self._policy.update(drafted, accepted, t_draft, t_verify)
 
-    def reset(self, domain: str = "") -> None:
-        self._policy.reset(domain)
+    def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
+        self._policy.reset(domain, prompt, ahead)
 
 
 def limit_at(schedule: Schedule, batch: int) -> int:

@@ -1,7 +1,7 @@
 """What draft-length policies remember: which draft tokens stood, how long passes take, and both by kind of request."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 from typing import Generic, TypeVar
 
@@ -18,6 +18,10 @@ POSITION_WEIGHT = 4.0
 BINS = 10
 WINDOW = 9
 """Timings that a median is taken of."""
+LINE_WEIGHT = 2.0
+"""Timings of a number of rows that the line through all of them is worth."""
+PRIOR_SLOPE, SLOPE_WEIGHT = 0.1, 8.0
+"""What a further row costs of a plain pass before it is known, and the weight of that: two timings of three rows."""
 
 
 class History(Generic[T]):
@@ -80,14 +84,31 @@ class Outcomes:
 
 
 class Timings:
-    """Medians of recent durations in seconds: of drafting a token, and of verifying by the number of rows."""
+    """Medians of recent durations in seconds: of drafting a token, of reading what was committed without a draft by the
+    number of tokens, and of verifying by the number of rows.
+    """
 
     def __init__(self) -> None:
         self._draft: deque[float] = deque(maxlen=WINDOW)
+        self._read: dict[int, deque[float]] = {}
         self._verify: dict[int, deque[float]] = {}
+        self._unsplit: tuple[int, int, float] | None = None
 
-    def add_draft(self, seconds: float) -> None:
-        self._draft.append(seconds)
+    def add_draft(self, drafted: int, seconds: float, behind: int) -> None:
+        """A draft of so many tokens, which first read the `behind` committed ones that it had not been asked about."""
+        if behind == 0:
+            self._draft.append(seconds / drafted)
+        elif not self._draft:
+            self._unsplit = drafted, behind, seconds
+        else:
+            self._add_read(drafted, behind, seconds)
+        if behind == 0 and self._unsplit is not None:
+            self._add_read(*self._unsplit)
+            self._unsplit = None
+
+    def _add_read(self, drafted: int, behind: int, seconds: float) -> None:
+        rest = max(0.0, seconds - drafted * self.draft)
+        self._read.setdefault(1 << behind.bit_length() - 1, deque(maxlen=WINDOW)).append(rest / behind)
 
     def add_verify(self, rows: int, seconds: float) -> None:
         self._verify.setdefault(rows, deque(maxlen=WINDOW)).append(seconds)
@@ -97,17 +118,49 @@ class Timings:
         return bool(self._draft)
 
     @property
-    def knows_plain(self) -> bool:
-        return 1 in self._verify
+    def plain(self) -> int:
+        """How many recent plain passes there are timings of."""
+        return len(self._verify.get(1, ()))
+
+    @property
+    def timed(self) -> Collection[int]:
+        """Numbers of rows that were verified."""
+        return self._verify
 
     @property
     def draft(self) -> float:
         return median(self._draft) if self._draft else 0.0
 
+    def read(self, behind: int) -> float:
+        """Seconds of reading so many committed tokens before the next draft."""
+        if not behind or not self._read:
+            return 0.0
+        return behind * pass_cost({size: median(rates) for size, rates in self._read.items()}, behind)
+
     def verify(self, most: int) -> list[float]:
-        """Seconds of a pass over 1 … `most` rows: medians, and lines between them."""
-        known = {rows: median(seconds) for rows, seconds in self._verify.items()} or {1: 0.0}
-        return [pass_cost(known, rows) for rows in range(1, most + 1)]
+        """Seconds of a pass over 1 … `most` rows.
+
+        Medians where there are many timings; a line through all of them, which starts at a row's and rises by
+        `PRIOR_SLOPE` before anything is known, where there are few: a length that seemed dear once would not be tried
+        again.
+        """
+        medians = {rows: median(seconds) for rows, seconds in self._verify.items()}
+        plain = medians.get(1, 0.0)
+        slope = self._slope(medians, plain)
+        line = [plain + slope * more for more in range(most)]
+        apart = {1: 0.0}
+        for rows, seconds in medians.items():
+            n = len(self._verify[rows])
+            apart[rows] = n / (n + LINE_WEIGHT) * (seconds - plain - slope * (rows - 1))
+        last = max(apart)
+        return [seconds + pass_cost(apart, min(rows, last)) for rows, seconds in enumerate(line, 1)]
+
+    def _slope(self, medians: Mapping[int, float], plain: float) -> float:
+        over, under = PRIOR_SLOPE * plain * SLOPE_WEIGHT, SLOPE_WEIGHT
+        for rows, seconds in medians.items():
+            more, n = rows - 1, len(self._verify[rows])
+            over, under = over + n * more * (seconds - plain), under + n * more**2
+        return max(0.0, over / under)
 
 
 def _bin(confidence: float) -> int:

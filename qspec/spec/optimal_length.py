@@ -1,56 +1,81 @@
-"""The draft length that gains most at measured acceptance and cost, down to none."""
+"""The draft length that gains most at measured acceptance and cost, down to none, and never at a lasting loss."""
+
+from math import ceil, inf
 
 from qspec.numerics.speedup import expected_tokens, optimal_gamma
+from qspec.spec.account import LOOK, Account
 from qspec.spec.history import History, Outcomes, Timings
 from qspec.spec.types import More
 
 SHARE = 0.01
-"""Of all decoding time, what looking again whether speculation pays may lose."""
-PLAIN_EVERY = 128
-"""Steps after which a plain pass is timed again while drafts run."""
-FIRST_LOOK = 2
-"""Drafting steps before the first decision: one fills the draft's cache, one is timed."""
+"""Of all decoding time, what drafts may lose beyond what they have saved before they are tried again."""
+MARGIN = 0.02
+"""Expected gain below which drafting is not worth its risk."""
+FIRST_PLAIN, PLAIN_EVERY, PLAIN_RARELY = 3, 16, 128
+"""Plain steps before the first draft; steps with drafts after which one is timed again, for each that is known."""
+FIRST_LENGTH = 2
+"""Tokens of the first drafts, whose cost nobody knows."""
+RETURN = 2.0
+"""Times what the drafter has to read first, which a request must be expected to save."""
+OUTLIER = 2.0
+"""Times the expected seconds of a step, above which the machine was busy with something else."""
 
 
 class Optimal:
     """Maximises expected tokens per second (arXiv 2211.17192, theorem 3.8, with measured terms), from 0 to `max_k`.
 
     Tokens: `1 + sum_i prod_{j <= i} a_j`, with a_j the acceptance at position j, decayed counts of the request's domain
-    drawn to a prior. Seconds: `gamma t_draft + t_verify(gamma + 1)`, medians of recent steps; the first draft behind a
-    plain step is not timed, it also feeds the draft what it missed. Drafters that state their confidence draft until
-    one more token would cost more tokens, at the best rate, than it can bring.
+    drawn to a prior. Seconds: `gamma t_draft + t_verify(gamma + 1)`, medians of recent steps, and what the drafter
+    first has to read: the prompt, or what was decoded without it. A request too short to pay that back is decoded
+    plainly, whatever a step would gain. Drafters that state their confidence draft until one more token would cost more
+    tokens, at the best rate, than it can bring.
 
-    Where nothing pays it decodes plainly, which costs one addition and one comparison per step. It then looks again by
-    two drafting steps whenever what all looks have lost so far, and would lose now, is at most `SHARE` of all decoding
-    time: beyond the first look and one probe, speculation that never pays costs at most 1 %. A look that gains goes on.
+    Each domain has an `Account` of what its steps with drafts have gained over plain ones, everything that drafting
+    took included; where that turns to a loss drafts stop, whatever the estimates say. At 0 a step costs one addition
+    and one comparison, and the drafter is left alone. A look at drafts again comes after waits that double each time it
+    brings nothing, and only when all that drafts have lost, and could lose now, is within `SHARE` of all decoding time.
+    The first three steps are plain, the first two drafts are short.
     """
 
     def __init__(self, k: int = 5, max_k: int = 16, share: float = SHARE) -> None:
         self._k, self._max, self._share = k, max_k, share
         self._everything = Outcomes(max_k)
-        self._memory = History(lambda: Outcomes(max_k, self._everything.pooled))
+        self._memory = History(lambda: (Outcomes(max_k, self._everything.pooled), Account()))
         self._times = Timings()
-        self._looks, self._since_plain = 0, 0
-        self._seconds, self._lost, self._loss = 0.0, 0.0, 0.0
+        self._since_plain, self._plain_after, self._behind, self._made = 0, 0, 0, 0
+        self._seconds, self._lost = 0.0, 0.0
         self._stated = False
+        self._domain, self._account = self._memory.of("")
         self.reset()
 
-    def reset(self, domain: str = "") -> None:
-        self._domain = self._memory.of(domain)
+    def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
+        if self._made:
+            self._account.end_request(self._made, self._pays)
+        self._domain, self._account = self._memory.of(domain)
         self._asked: list[float] = []
-        self._warm, self._probe = False, 0
+        self._behind, self._made = prompt, 0
         self._plan()
+        if self._account.on and not self._pays:
+            self._account.stop()
+        tokens = [n for n in (ahead, self._account.answer) if n is not None]
+        saving = self._saving * self._account.spoken * min(tokens, default=inf)
+        self._too_short = RETURN * self._times.read(prompt) > saving
 
     def next(self) -> int:
-        if self._looks < FIRST_LOOK:
-            return self._k
-        if not self._times.knows_plain or self._since_plain >= PLAIN_EVERY:
+        account = self._account
+        if self._since_plain >= self._plain_after:
             return 0
-        if self._best:
-            return self._max if self._stated else self._best
-        if self._probe == 0 and self._lost + self._loss <= self._share * self._seconds:
-            self._probe = FIRST_LOOK
-        return self._look if self._probe else 0
+        if not account.on and not account.look:
+            if account.left > 0 or self._keeps_waiting():
+                return 0
+            account.start_look()
+        if not self._times.knows_draft:
+            return min(self._k, FIRST_LENGTH)
+        if account.look:
+            return self._look
+        if self._too_short:
+            return 0
+        return self._max if self._stated else self._best
 
     def judge(self) -> More:
         self._asked, self._stands = [], 1.0
@@ -58,53 +83,79 @@ class Optimal:
 
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
         self._seconds += t_draft + t_verify
+        self._made += accepted + 1
         if drafted == 0:
-            self._lost += t_draft if self._probe else 0.0
-            self._plain_step(t_verify)
+            self._plain_step(t_draft, t_verify)
             return
-        self._looks += 1
         self._since_plain += 1
         self._stated = bool(self._asked)
         for outcomes in (self._domain, self._everything):
             outcomes.add(drafted, accepted, self._asked)
-        if self._warm:
-            self._times.add_draft(t_draft / drafted)
+        expected = self._times.read(self._behind) + self._times.draft * drafted + self._verify[min(drafted, self._max)]
+        if not self._times.knows_draft or drafted + 1 not in self._times.timed:
+            expected = inf
+        invested = max(0.0, t_draft - self._times.draft * drafted) if self._behind else 0.0
+        self._times.add_draft(drafted, t_draft, self._behind)
         self._times.add_verify(drafted + 1, t_verify)
-        self._warm = True
-        if self._probe:
-            self._charge(t_draft + t_verify, accepted + 1)
+        self._behind = 0
         self._plan()
+        self._book(min(t_draft + t_verify, OUTLIER * expected), accepted + 1, invested)
 
-    def _plain_step(self, t_verify: float) -> None:
-        self._warm, self._since_plain = False, 0
-        first = not self._times.knows_plain
+    def _plain_step(self, t_draft: float, t_verify: float) -> None:
+        """One without drafts, or where a drafter that was asked had nothing to say."""
+        self._since_plain = 0
+        self._account.left -= 1
         self._times.add_verify(1, t_verify)
-        if first:
+        if self._plain_after < PLAIN_RARELY:
+            self._plain_timed()
+        if t_draft:
+            self._book(t_draft + self._verify[0], 1, t_draft if self._behind else 0.0, silent=True)
+            self._behind = 0
+        else:
+            self._behind += 1
+
+    def _plain_timed(self) -> None:
+        """One of the first timings of a plain pass: rarer from then on."""
+        known = self._times.plain
+        if known >= FIRST_PLAIN:
+            self._plain_after = min(PLAIN_EVERY * known, PLAIN_RARELY)
+        if known <= FIRST_PLAIN:
             self._plan()
 
-    def _charge(self, seconds: float, tokens: int) -> None:
-        """Book what a step of a look lost against plain decoding of the same tokens; gains pay earlier losses back."""
-        lost = seconds - tokens * self._verify[0]
-        self._probe -= lost > 0
-        self._lost = max(0.0, self._lost + lost)
+    def _book(self, seconds: float, tokens: int, invested: float, silent: bool = False) -> None:
+        """Settle a step for which the drafter was asked; gains pay earlier losses back."""
+        plain = self._verify[0]
+        if plain:
+            gain = tokens * plain - seconds
+            self._lost = max(0.0, self._lost - gain)
+            self._account.book(gain / plain, invested / plain, self._pays, silent)
+
+    def _keeps_waiting(self) -> bool:
+        """Whether a look could now lose more than may be lost; if so the wait is set to when it cannot."""
+        draft, plain = self._times.draft, self._verify[0]
+        step = draft * self._look + self._verify[self._look] - plain  # with nothing accepted
+        loss = self._lost + self._times.read(self._behind) + LOOK * step
+        self._account.left = ceil((loss - self._share * self._seconds) / (self._share * plain)) if plain else 0
+        return self._account.left > 0
 
     def _plan(self) -> None:
-        """Best length, best length above 0, what looking at it would lose, and the price of each further token."""
+        """Best length, best length above 0, what a token gains by it, and the price of each further token."""
         self._rates = self._domain.rates()
         self._verify = self._times.verify(self._max + 1)
         draft, plain = self._times.draft, self._verify[0]
-        self._best, self._look, self._price = self._k, self._k, [0.0] * self._max
-        if not plain:
+        self._best, self._look, self._price = self._k, min(self._k, FIRST_LENGTH), [0.0] * self._max
+        self._pays, self._saving = True, 0.0
+        if not plain or not self._times.knows_draft:
+            self._saving = inf
             return
         c, costs = draft / plain, [seconds / plain for seconds in [0.0, *self._verify]]
-        self._best = optimal_gamma(self._rates, c, self._max, costs.__getitem__)
-        self._look = self._best or optimal_gamma(self._rates, c, self._max, costs.__getitem__, least=1)
+        self._best = self._look = optimal_gamma(self._rates, c, self._max, costs.__getitem__, least=1)
         seconds = self._best * draft + self._verify[self._best]
         rate = expected_tokens(self._rates, self._best) / seconds
+        self._saving = plain - 1 / rate
+        self._pays = rate * plain > 1 + MARGIN
         steps = zip(self._verify, self._verify[1:], strict=False)
         self._price = [rate * (draft + max(0.0, after - before)) for before, after in steps]
-        look = draft * self._look + self._verify[self._look]
-        self._loss = FIRST_LOOK * max(0.0, look - plain * expected_tokens(self._rates, self._look))
 
     def _more(self, confidence: float) -> bool:
         """Whether the chance that the next token stands is worth its price in tokens."""

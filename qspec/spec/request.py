@@ -50,7 +50,7 @@ class Request:
 
     def prefill(self, domain: str = "") -> list[int]:
         """Begin: feed the prompt into an empty cache and commit the first token."""
-        self.policy.reset(domain)
+        self.policy.reset(domain, len(self.prompt), self.end - len(self.prompt))
         if self.drafter is not None:
             self.drafter.reset()
         self.target.truncate(0)
@@ -98,7 +98,9 @@ class Request:
         return len(path) if verdict.kind == "bonus" else _depth(proposal), tokens
 
     def book(self, drafted: int, accepted: int, proposal: Proposal, t_verify: float, t_other: float) -> None:
-        record = StepRecord(drafted, accepted, proposal.seconds, t_verify, t_other, len(proposal.tokens_K))
+        nodes = len(proposal.tokens_K)
+        source = proposal.source if nodes else ""
+        record = StepRecord(drafted, accepted, proposal.seconds, t_verify, t_other, nodes, source)
         self.steps.append(record)
         self._newest = perf_counter()
 

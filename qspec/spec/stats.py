@@ -18,6 +18,19 @@ LONGEST = 16
 
 
 @dataclass(frozen=True)
+class Counts:
+    """Steps, and draft tokens that were open to be accepted and were."""
+
+    steps: int
+    drafted: int
+    accepted: int
+
+    @classmethod
+    def of(cls, steps: Sequence[StepRecord]) -> "Counts":
+        return cls(len(steps), sum(s.drafted for s in steps), sum(s.accepted for s in steps))
+
+
+@dataclass(frozen=True)
 class SpecStats:
     """Pooled counts and ratios of steps, of one request or of many.
 
@@ -29,6 +42,9 @@ class SpecStats:
     predicted_speedup: from alpha, c and verify_cost at the draft lengths that were used (theorem 3.8, general form).
     best_length, best_speedup: the draft length of the largest prediction (0: plain decoding), and that prediction.
     measured_speedup: plain seconds for as many tokens / seconds of the steps, everything included.
+    nodes_per_step: draft tokens that were verified, those of a tree's other branches too.
+    by_source: counts of each source, of a drafter that has several.
+    idle_steps: those without drafts; idle_cost: what drafter, policy and bookkeeping added to one, in plain steps.
     """
 
     steps: int
@@ -47,6 +63,10 @@ class SpecStats:
     best_length: int
     best_speedup: float
     measured_speedup: float
+    nodes_per_step: float
+    by_source: Mapping[str, Counts]
+    idle_steps: int
+    idle_cost: float
 
     @classmethod
     def from_steps(cls, steps: Sequence[StepRecord], t_plain_step: float) -> "SpecStats":
@@ -63,6 +83,8 @@ class SpecStats:
         best = optimal_gamma(alpha, c, LONGEST, lambda rows: pass_cost(verify_costs, rows))
         accepted = sum(s.accepted for s in steps)
         seconds = sum(s.t_draft + s.t_verify + s.t_other for s in steps)
+        idle = [s.t_draft + s.t_other for s in steps if not s.drafted]
+        sources = dict.fromkeys(s.source for s in steps if s.source)
         return cls(
             steps=len(steps),
             drafted=sum(s.drafted for s in steps),
@@ -80,6 +102,10 @@ class SpecStats:
             best_length=best,
             best_speedup=walltime_speedup(alpha, best, c, pass_cost(verify_costs, best + 1)),
             measured_speedup=t_plain_step * (len(steps) + accepted) / seconds,
+            nodes_per_step=mean(max(s.nodes, s.drafted) for s in steps),
+            by_source={source: Counts.of([s for s in steps if s.source == source]) for source in sources},
+            idle_steps=len(idle),
+            idle_cost=median(idle or [0.0]) / t_plain_step,
         )
 
 

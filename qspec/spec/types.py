@@ -50,13 +50,15 @@ class Proposal:
     parents_K: the node before each token, -1 for the newest committed one, parents first; None is a chain. The law of
     a node is that of its draw *given* its earlier siblings: the same again for draws with replacement, without the
     earlier ones and normalised for draws without (`numerics.verify.without_replacement`). Nodes that were chosen and
-    not drawn (the likeliest ones, say) are certain. V is the target's vocabulary; `seconds` is what drafting took.
+    not drawn (the likeliest ones, say) are certain. V is the target's vocabulary; `seconds` is what drafting took;
+    `source` says which of several drafters it was.
     """
 
     tokens_K: Tensor
     probs_KV: Tensor | None
     seconds: float = 0.0
     parents_K: tuple[int, ...] | None = None
+    source: str = ""
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -123,8 +125,11 @@ class DraftLength(Protocol):
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
         """Learn from a verified step and its seconds."""
 
-    def reset(self, domain: str = "") -> None:
-        """A new request starts; `domain` names its kind, for policies that remember kinds."""
+    def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
+        """A new request of `prompt` tokens starts, to be continued by at most `ahead` (None: nobody knows).
+
+        `domain` names its kind, for policies that remember kinds.
+        """
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,8 @@ class StepRecord:
 
     Every step commits `accepted` + 1 tokens. A stop token inside the accepted run counts as the step's own next token,
     and what was drafted from there on is not counted. Of a tree, `drafted` is the depth that was open to be accepted:
-    its own, or that of a branch that stood up to its end. `nodes`: every drafted token, stop token or not.
+    its own, or that of a branch that stood up to its end. `nodes`: every drafted token, stop token or not. `source`:
+    that of the proposal, of a drafter that has several.
     """
 
     drafted: int
@@ -142,6 +148,7 @@ class StepRecord:
     t_verify: float
     t_other: float
     nodes: int = 0
+    source: str = ""
 
 
 Stop = Literal["length", "eos", "context"]

@@ -1,7 +1,6 @@
 """Speed: the same real prompts through every arm, in turns, so that drift of the machine hits all of them alike."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -17,10 +16,13 @@ from qspec.schema.results import Measurement, Mismatch, Scalar, Speed
 from qspec.spec.drafters.combined import CombinedDrafter
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
+from qspec.spec.drafters.tree import TreeDrafter
 from qspec.spec.engine import generate
 from qspec.spec.stats import teacher_forced_betas
-from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
+from qspec.spec.types import Drafter, Generation, Sampling
 from qspec.stages import bench_stats
+from qspec.stages.bench_arm import Arm
+from qspec.stages.bench_batch import measure_batches
 from qspec.stages.bench_stats import ArmFacts, Request, Run
 
 WARM_UP_TOKENS = 4
@@ -30,25 +32,6 @@ FORCED_PROMPTS = 32
 """Prompts whose answers teacher-forced acceptance is measured on."""
 NEAR_TIE = 0.02
 """Gap to the best logit, in standard deviations of the logits, that rounding explains (bfloat16: 2^-8 per product)."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A target with or without a draft. Sizes feed the bandwidth ceiling; 0 means not known.
-
-    Arms share no drafter and no policy that learns: one would teach the other. What a drafter remembers of earlier
-    requests is forgotten between repeats, which would ask it what it has answered.
-    weight_bytes: weights that one target pass reads; draft_bytes: the same for one draft token; kv_bytes_per_token:
-    target cache bytes of one position; c_hat: arithmetic operations of a draft token / of a target row.
-    """
-
-    target: LM
-    drafter: Drafter | None = None
-    policy: DraftLength | None = None
-    weight_bytes: int = 0
-    draft_bytes: int = 0
-    kv_bytes_per_token: float = 0.0
-    c_hat: float | None = None
 
 
 def bench(
@@ -78,7 +61,9 @@ def bench(
     facts = {name: arm_facts(name, arms) for name in arms}
     mismatches = find_mismatches(arms, facts, requests, runs)
     betas = _teacher_forced(arms, facts, requests, runs, recipe)
-    return bench_stats.summarize(facts, requests, runs, mismatches, bandwidth(), condition, betas)
+    speed = bench_stats.summarize(facts, requests, runs, mismatches, bandwidth(), condition, betas)
+    batches = measure_batches(arms, facts, requests, recipe, eos_ids, progress)
+    return speed.model_copy(update={"batches": batches})
 
 
 def load_requests(spec: BenchmarkSpec, tokenizer: Tokenizer, room: int) -> tuple[list[Request], bool]:
@@ -181,9 +166,12 @@ def _teacher_forced(
     requests: list[Request],
     runs: list[Run],
     recipe: Recipe,
-) -> dict[tuple[str, float], Tensor]:
-    """Acceptance rates of draft models behind every token of the plain arms' first answers, by arm and temperature."""
-    found: dict[tuple[str, float], list[Tensor]] = {}
+) -> dict[tuple[str, float, str], Tensor]:
+    """Acceptance rates of draft models behind every token of the plain arms' first answers.
+
+    By arm, temperature and category; `all` is every one.
+    """
+    found: dict[tuple[str, float, str], list[Tensor]] = {}
     models = {name: model for name, arm in arms.items() if (model := _draft_model(arm.drafter)) is not None}
     for run in runs:
         if run.repeat == 0 and run.prompt < FORCED_PROMPTS:
@@ -191,13 +179,14 @@ def _teacher_forced(
             prompt, answer = requests[run.prompt].tokens, run.generation.tokens
             for name in (name for name in models if facts[name].plain == run.arm):
                 betas = teacher_forced_betas(arms[name].target, models[name], prompt, answer, sampling)
-                found.setdefault((name, run.temperature), []).append(betas)
+                for category in ("all", requests[run.prompt].category):
+                    found.setdefault((name, run.temperature, category), []).append(betas)
     return {key: torch.cat(betas) for key, betas in found.items()}
 
 
 def _draft_model(drafter: Drafter | None) -> LM | None:
     inner = drafter.model if isinstance(drafter, CombinedDrafter) else drafter
-    return inner.lm if isinstance(inner, ModelDrafter) else None
+    return inner.lm if isinstance(inner, ModelDrafter | TreeDrafter) else None
 
 
 def find_mismatches(

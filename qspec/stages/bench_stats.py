@@ -1,7 +1,7 @@
 """From timed runs to speeds, paired ratios, acceptance and predictions. Pure: no clock, no model."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import mean, median
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from qspec.schema.results import (
     Prediction,
     Ratio,
     Scalar,
+    SourceCounts,
     Speed,
     Spread,
 )
@@ -62,9 +63,12 @@ def summarize(
     mismatches: Mapping[str, list[Mismatch]],
     bandwidth: Measurement,
     condition: dict[str, Scalar],
-    betas: Mapping[tuple[str, float], Tensor] | None = None,
+    betas: Mapping[tuple[str, float, str], Tensor] | None = None,
 ) -> Speed:
-    """All of `Speed` from the runs of every arm; `betas`: teacher-forced acceptance rates by arm and temperature."""
+    """All of `Speed` from the runs of every arm, batches left out.
+
+    betas: teacher-forced acceptance rates by arm, temperature and category (`all`: every one).
+    """
     baseline = next((name for name, fact in facts.items() if not fact.speculative), None)
     arms: list[ArmSpeed] = []
     ratios: list[Ratio] = []
@@ -78,7 +82,7 @@ def summarize(
             own = [ratio for other in partners if other and (ratio := _ratio(name, other, by_arm))]
             ratios += own
             if fact.speculative:
-                forced = (betas or {}).get((name, temperature))
+                forced = {key[2]: found for key, found in (betas or {}).items() if key[:2] == (name, temperature)}
                 acceptance += _acceptance(name, by_arm[name], requests, forced)
                 measured = next((r.speedup.value for r in own if r.baseline == fact.plain), None)
                 if fact.plain is not None and measured is not None:
@@ -182,7 +186,9 @@ def _ratio(name: str, baseline: str, by_arm: Mapping[str, Sequence[Run]]) -> Rat
     )
 
 
-def _acceptance(name: str, runs: Sequence[Run], requests: Sequence[Request], betas: Tensor | None) -> list[Acceptance]:
+def _acceptance(
+    name: str, runs: Sequence[Run], requests: Sequence[Request], betas: Mapping[str, Tensor]
+) -> list[Acceptance]:
     """Pooled over all prompts (`all`), then by category."""
     groups = {"all": list(runs)}
     for run in runs:
@@ -209,7 +215,9 @@ def _acceptance(name: str, runs: Sequence[Run], requests: Sequence[Request], bet
                 tokens_per_step=stats.tokens_per_step,
                 per_position=stats.per_position,
                 per_position_ci=stats.per_position_ci,
-                teacher_forced=_teacher_forced(betas) if category == "all" else None,
+                teacher_forced=_teacher_forced(betas.get(category)),
+                nodes_per_step=stats.nodes_per_step,
+                sources=tuple(SourceCounts(source=name, **asdict(counts)) for name, counts in stats.by_source.items()),
             )
         )
     return found
@@ -248,6 +256,8 @@ def _prediction(name: str, fact: ArmFacts, by_arm: Mapping[str, Sequence[Run]], 
             best_length=stats.best_length,
             best=stats.best_speedup,
             operations=None if fact.c_hat is None else _operations(steps, fact.c_hat),
+            idle_share=stats.idle_steps / stats.steps,
+            idle_cost=max(0.0, stats.idle_cost - median(s.t_other for s in plain_steps) / t_plain),
         )
     ]
 

@@ -1,6 +1,6 @@
 """Open a packaged pair: the engine runs exactly the files that were packaged."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,32 +10,32 @@ from typing import Any
 import torch
 
 from qspec.bridges import compressed
+from qspec.bridges.staging import Staging
+from qspec.bridges.tensors import Opener
 from qspec.bridges.text import prompt_tokens
 from qspec.errors import IntegrityError, RecipeError
 from qspec.nn.engines import AnyDecoder, open_decoder
+from qspec.nn.lm import BatchLM
+from qspec.nn.offload import OffloadedDecoder
 from qspec.ops.select import Kernels
 from qspec.records import ArchMap, QuantizedModel
 from qspec.schema.manifest import NAME, Manifest
 from qspec.schema.problems import validate
 from qspec.schema.recipe import (
     MOST_SEED,
-    DraftLengthSpec,
     Dtype,
     LookupDraft,
     ModelDraft,
-    NgramDraft,
     Recipe,
     SelfDraft,
-    SuffixDraft,
 )
-from qspec.spec import draft_length, engine
-from qspec.spec.drafters.combined import CombinedDrafter
-from qspec.spec.drafters.model import ModelDrafter
-from qspec.spec.drafters.ngram import NgramDrafter
-from qspec.spec.drafters.suffix import SuffixDrafter
+from qspec.schema.sizes import parse_bytes
+from qspec.spec import engine
+from qspec.spec.batch import Prompt, generate_batch as run_batch
 from qspec.spec.stats import SpecStats
 from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
-from qspec.stages.check import real_vocab
+from qspec.stages.check import check_scales, real_vocab
+from qspec.stages.drafting import draft_decoder, draft_policy, lookup_drafter, model_drafter
 
 _TIMED_STEPS = 5
 _UNFINISHED = "\ufffd"
@@ -86,14 +86,8 @@ class LoadedPair:
         request, for draft lengths that learn (`confidence`, `optimal`); under these the same seed may give another
         sample of the same law.
         """
-        if not 0 <= seed <= MOST_SEED:
-            raise RecipeError(f"seed {seed}", f"must lie in 0 to {MOST_SEED}", "choose another")
-        law = self.recipe.speculation
-        sampling = Sampling(
-            law.temperature if temperature is None else temperature,
-            law.top_k if top_k is None else top_k,
-            law.top_p if top_p is None else top_p,
-        )
+        _check_seed(seed)
+        sampling = self._sampling(temperature, top_k, top_p)
         stream = _TextStream(self.model.tokenizer.decode, on_text)
         generation = engine.generate(
             self.target,
@@ -112,18 +106,76 @@ class LoadedPair:
             stats = SpecStats.from_steps(generation.steps, self._plain_step_seconds())
         return Completion(stream.finish(), generation, stats)
 
+    def generate_batch(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int = 256,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        speculative: bool = True,
+        on_text: Callable[[int, str], None] | None = None,
+        domain: str = "",
+    ) -> list[Completion]:
+        """Answer several prompts together, every step one pass of the target for all of them; results in their order.
+
+        Each has a drafter, a policy and randomness (`seed` + its number) of its own, so answers are those of one by one
+        where rows are computed as if alone. `draft_length.by_batch` caps drafts by how many go on. `on_text` is told
+        the prompt's number too. Completions have no `stats`: a batch has no plain step to compare with.
+        Raises `RecipeError` for a target that serves one request at a time.
+        """
+        _check_seed(seed)
+        if not isinstance(self.target, BatchLM):
+            rule = f"{type(self.target).__name__} serves one request at a time"
+            raise RecipeError(f"a batch of {len(prompts)} prompts", rule, "call generate for each")
+        streams = [_TextStream(self.model.tokenizer.decode, _numbered(i, on_text)) for i in range(len(prompts))]
+        length = self.recipe.speculation.draft_length
+        asked = [
+            Prompt(
+                prompt_tokens(self.model.tokenizer, prompt)[0],
+                max_new_tokens,
+                torch.Generator().manual_seed((seed + i) % (MOST_SEED + 1)),
+                self.new_drafter() if speculative else None,
+                draft_policy(length.model_copy(update={"by_batch": ()})),
+                domain,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        found = run_batch(
+            self.target,
+            asked,
+            self._sampling(temperature, top_k, top_p),
+            self.model.arch.eos_ids,
+            length.by_batch,
+            lambda i, tokens: streams[i].add(tokens),
+        )
+        return [Completion(stream.finish(), answer, None) for stream, answer in zip(streams, found, strict=True)]
+
     def new_drafter(self) -> Drafter:
-        """A drafter on the same draft model, with a memory of its own."""
+        """A drafter on the same draft weights, with a cache and a memory of its own."""
         if isinstance(self.recipe.draft, LookupDraft):
             return lookup_drafter(self.recipe.draft)
         assert isinstance(self.recipe.draft, ModelDraft | SelfDraft)
-        model = self.drafter.model if isinstance(self.drafter, CombinedDrafter) else self.drafter
-        return with_lookup(model, self.recipe.draft)
+        decoder = draft_decoder(self.drafter)
+        assert decoder is not None
+        assert self.draft_model is not None
+        tokens = real_vocab(self.draft_model.tokenizer)
+        return model_drafter(decoder.fork(), self.recipe.draft, self.model.arch, tokens)
+
+    def _sampling(self, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
+        """The recipe's, where nothing else is asked for."""
+        law = self.recipe.speculation
+        return Sampling(
+            law.temperature if temperature is None else temperature,
+            law.top_k if top_k is None else top_k,
+            law.top_p if top_p is None else top_p,
+        )
 
     def _plain_step_seconds(self) -> float:
         """Median time of one plain decoding step at the present context length."""
         seconds = []
-        for _ in range(_TIMED_STEPS):
+        for _ in range(1 if isinstance(self.target, OffloadedDecoder) else _TIMED_STEPS):
             self.target.truncate(self.target.length - 1)
             begin = perf_counter()
             self.target.forward(torch.tensor([0]))
@@ -131,16 +183,24 @@ class LoadedPair:
         return median(seconds)
 
 
-def open_pair(folder: str | Path, kernels: Kernels = "auto") -> LoadedPair:
-    """Load a pair from its folder. Raises `IntegrityError` if there is none; `stages.check` verifies every byte."""
+def open_pair(
+    folder: str | Path, kernels: Kernels = "auto", memory_limit: str | int | None = None, direct_io: bool = False
+) -> LoadedPair:
+    """Load a pair from its folder. Raises `IntegrityError` if there is none, or for scales that nothing can run.
+
+    memory_limit: of the target, in bytes or as `2GiB`; layers beyond it are read from the folder for every pass, past
+    the system's file cache if `direct_io`. `stages.check` verifies every byte.
+    """
+    limit = None if memory_limit is None else parse_bytes(memory_limit, "memory limit")
     folder = Path(folder)
     try:
         manifest = Manifest.parse((folder / NAME).read_bytes())
     except OSError as error:
         raise IntegrityError(str(folder), f"holds no readable {NAME}", "give the folder of a pair") from error
     recipe = validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
-    target = compressed.read(folder / "target")
-    draft = None if isinstance(recipe.draft, LookupDraft) else compressed.read(folder / "draft")
+    staging = None if limit is None else Staging(folder / "target", direct_io)
+    target = _half(folder / "target", None if staging is None else staging.opener)
+    draft = None if isinstance(recipe.draft, LookupDraft) else _half(folder / "draft")
     length = recipe.speculation.max_length or target.arch.max_positions
     options: dict[str, Any] = {"dtype": compute_dtype(recipe.dtype), "kernels": kernels}
     return LoadedPair(
@@ -149,30 +209,18 @@ def open_pair(folder: str | Path, kernels: Kernels = "auto") -> LoadedPair:
         recipe,
         target,
         draft,
-        open_decoder(target, max_length=length, **options),
+        open_decoder(target, max_length=length, **options)
+        if staging is None or limit is None
+        else OffloadedDecoder.open(target, staging, limit, max_length=length, **options),
         _drafter(recipe, target.arch, draft, length, options),
         draft_policy(recipe.speculation.draft_length),
     )
 
 
-def draft_policy(spec: DraftLengthSpec) -> DraftLength:
-    """A policy of its own: one that learns must not be shared by different pairs."""
-    return draft_length.build(spec.policy, spec.k, spec.max_k, spec.threshold, spec.by_batch)
-
-
-def lookup_drafter(spec: NgramDraft | SuffixDraft) -> Drafter:
-    """The drafter of a draft without weights."""
-    if isinstance(spec, NgramDraft):
-        return NgramDrafter(spec.min_ngram, spec.max_ngram)
-    return SuffixDrafter(spec.min_match, spec.max_match, spec.memory_mb, spec.across_requests)
-
-
-def with_lookup(model: Drafter, draft: ModelDraft | SelfDraft) -> Drafter:
-    """A draft model behind the lookup that its recipe asks for, at that kind's defaults."""
-    if draft.lookup == "none":
-        return model
-    lookup = NgramDraft(kind="ngram") if draft.lookup == "ngram" else SuffixDraft(kind="suffix")
-    return CombinedDrafter(lookup_drafter(lookup), model)
+def _half(folder: Path, opener: Opener | None = None) -> QuantizedModel:
+    model = compressed.read(folder, opener)
+    check_scales(folder)
+    return model
 
 
 def compute_dtype(name: Dtype) -> torch.dtype:
@@ -188,8 +236,16 @@ def _drafter(
     assert draft is not None
     assert isinstance(recipe.draft, ModelDraft | SelfDraft)
     decoder = open_decoder(draft, max_length=min(length, draft.arch.max_positions), **options)
-    tokens = real_vocab(draft.tokenizer)
-    return with_lookup(ModelDrafter(decoder, arch.vocab_size, arch.eos_ids, tokens), recipe.draft)
+    return model_drafter(decoder, recipe.draft, arch, real_vocab(draft.tokenizer))
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed <= MOST_SEED:
+        raise RecipeError(f"seed {seed}", f"must lie in 0 to {MOST_SEED}", "choose another")
+
+
+def _numbered(i: int, on_text: Callable[[int, str], None] | None) -> Callable[[str], None] | None:
+    return None if on_text is None else lambda text: on_text(i, text)
 
 
 class _TextStream:

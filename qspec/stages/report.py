@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from qspec.provenance import atomic_write
-from qspec.schema.results import Accuracy, Results, Scalar, Speed, Spread, TaskResult
+from qspec.schema.results import Accuracy, Prediction, Results, Scalar, Speed, Spread, TaskResult
 from qspec.schema.text import dump_yaml
 from qspec.stages import report_html, report_markdown, verdict
 from qspec.stages.document import (
@@ -101,7 +101,9 @@ def _speed(speed: Speed) -> list[Block]:
         _arms(speed, name),
         *_ratios(speed, name),
         *_acceptance(speed, name),
+        *_sources(speed, name),
         *_predictions(speed, name),
+        *_batches(speed, name),
         *_time(speed, name),
     ]
 
@@ -175,7 +177,8 @@ def _acceptance(speed: Speed, name: Naming) -> list[Block]:
         "95 % CI",
         "α forced",
         "tokens/step",
-        "by position",
+        "nodes/step",
+        "by position or depth",
     )
     rows = tuple(
         (
@@ -188,6 +191,7 @@ def _acceptance(speed: Speed, name: Naming) -> list[Block]:
             interval(a.alpha.ci, 2),
             "" if a.teacher_forced is None else number(a.teacher_forced.value),
             number(a.tokens_per_step),
+            "" if a.nodes_per_step is None else number(a.nodes_per_step),
             " ".join(number(share, 2) for share in a.per_position[:8]) + (" …" if len(a.per_position) > 8 else ""),
         )
         for a in speed.acceptance
@@ -199,6 +203,43 @@ def _acceptance(speed: Speed, name: Naming) -> list[Block]:
     return [Heading("Acceptance by kind of prompt"), Table(caption, columns, rows)]
 
 
+def _sources(speed: Speed, name: Naming) -> list[Block]:
+    """Whose draft tokens stood, of drafters that have several sources."""
+    rows = tuple(
+        (
+            f"{name(a.arm, a.temperature)}: {a.category}",
+            source.source,
+            str(source.steps),
+            str(source.drafted),
+            str(source.accepted),
+            number(1 + source.accepted / source.steps),
+        )
+        for a in speed.acceptance
+        for source in a.sources
+    )
+    columns = ("arm", "source", "steps", "drafted", "accepted", "tokens/step")
+    return [Table("Acceptance by what drafted", columns, rows)] if rows else []
+
+
+def _batches(speed: Speed, name: Naming) -> list[Block]:
+    rows = tuple(
+        (
+            name(b.arm, b.temperature),
+            str(b.batch),
+            number(b.rate.median),
+            interval(_quartiles(b.rate)),
+            "" if b.speedup is None else f"{number(b.speedup.value)}×",
+            "" if b.speedup is None else interval(b.speedup.ci),
+            "" if b.speedup is None else number(b.draft_length),
+            "" if b.speedup is None or not b.answers else f"{b.equal} of {b.answers}",
+        )
+        for b in speed.batches
+    )
+    columns = ("arm", "batch", "tokens/s", "quartiles", "speedup", "95 % CI", "draft length", "equal answers")
+    caption = "Tokens per second of all requests together, after their first tokens; speedup over the same batch plain"
+    return [Heading("Several requests at once"), Table(caption, columns, rows)] if rows else []
+
+
 def _predictions(speed: Speed, name: Naming) -> list[Block]:
     if not speed.predictions:
         return []
@@ -207,11 +248,14 @@ def _predictions(speed: Speed, name: Naming) -> list[Block]:
         "α",
         "draft length",
         "draft cost c",
-        "verify cost",
+        "E, tokens/step",
+        "verify cost by rows",
         "operations",
         "predicted",
         "measured",
         "best length",
+        "steps at 0",
+        "cost of 0",
     )
     rows = tuple(
         (
@@ -219,16 +263,30 @@ def _predictions(speed: Speed, name: Naming) -> list[Block]:
             number(p.alpha),
             number(p.draft_length),
             number(p.draft_cost),
-            number(p.verify_cost),
+            "" if p.expected_tokens is None else number(p.expected_tokens),
+            _costs(p),
             "" if p.operations is None else f"{number(p.operations)}×",
             f"{number(p.predicted)}×",
             f"{number(p.measured)}×",
             "" if p.best_length is None or p.best is None else f"{p.best_length} ({number(p.best)}×)",
+            "" if p.idle_share is None else percent(p.idle_share),
+            "" if p.idle_cost is None else percent(p.idle_cost, 2),
         )
         for p in speed.predictions
     )
-    caption = "Speedup over the same target without a draft; costs in plain steps (arXiv 2211.17192, theorem 3.8)"
+    caption = (
+        "Speedup over the same target without a draft; costs in plain steps (arXiv 2211.17192, theorem 3.8). Cost of 0:"
+        " what drafter, policy and bookkeeping add to a step that drafts nothing"
+    )
     return [Heading("Predicted and measured speedup"), Table(caption, columns, rows)]
+
+
+def _costs(p: Prediction) -> str:
+    """Verification by number of rows, in plain steps: as many as a row of the table holds."""
+    if not p.verify_costs:
+        return number(p.verify_cost)
+    shown = list(p.verify_costs.items())[:6]
+    return " ".join(f"{rows}: {number(cost, 2)}" for rows, cost in shown) + " …" * (len(p.verify_costs) > 6)
 
 
 def _time(speed: Speed, name: Naming) -> list[Block]:
@@ -259,7 +317,7 @@ def _limits(results: Results) -> list[Block]:
             )
         if task.prompts_cut:
             lines.append(f"{task.task} ({task.backend}): {task.prompts_cut} prompts lost their beginning (context).")
-    if results.speed is not None:
+    if results.speed is not None and not results.speed.batches:
         lines.append("Speed was measured with one request at a time; batches behave differently.")
     return [Heading("Limits"), Details("What these numbers do not show", tuple(lines), folded=False)] if lines else []
 

@@ -18,7 +18,7 @@ def findings(results: Results) -> list[Finding]:
     found += [_task(task) for task in results.accuracy.tasks]
     if results.speed is not None:
         found += [_faster(ratio) for ratio in results.speed.ratios]
-        found += [*_advice(results.speed), *_fastest(results.speed)]
+        found += [*_advice(results.speed), *_batch_advice(results.speed), *_fastest(results.speed)]
     return [*found, *_budgets(results)] or [Finding("plain", "nothing was measured")]
 
 
@@ -67,6 +67,21 @@ def _advice(speed: Speed) -> list[Finding]:
             at = f" at temperature {ratio.temperature:g}" if ratio.temperature else ""
             text = f"do not speculate with this draft here{at}: {ratio.arm} runs at {number(ratio.speedup.value)}×"
             advice.append(Finding("bad", f"{text} the speed of {ratio.baseline}"))
+    return advice
+
+
+def _batch_advice(speed: Speed) -> list[Finding]:
+    """The batch sizes at which drafts have stopped to pay, and batches that change an answer."""
+    advice: list[Finding] = []
+    for b in speed.batches:
+        at = f"at batch {b.batch}" + (f", temperature {b.temperature:g}" if b.temperature else "")
+        if b.equal < b.answers:
+            text = f"{b.arm} {at}: {b.equal} of {b.answers} greedy answers equal those of {b.baseline}"
+            advice.append(Finding("open", text))
+        if b.speedup is not None and b.speedup.value < 1:
+            tone: Tone = "bad" if (b.speedup.ci or (0.0, math.inf))[1] < 1 else "open"
+            text = f"{at}: {b.arm} runs at {number(b.speedup.value)}× the speed of {b.baseline}, cap it by_batch"
+            advice.append(Finding(tone, text))
     return advice
 
 

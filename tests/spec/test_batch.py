@@ -1,5 +1,6 @@
 """Several requests in one pass: each as if it were alone."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,16 +12,18 @@ from qspec.errors import RecipeError
 from qspec.nn.decoder import Decoder
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.spec.batch import Prompt, generate_batch
-from qspec.spec.draft_length import Fixed, Heuristic
+from qspec.spec.draft_length import POLICIES, Fixed, Heuristic, build
+from qspec.spec.drafters.combined import CombinedDrafter
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
+from qspec.spec.drafters.suffix import SuffixDrafter
 from qspec.spec.drafters.tree import TreeDrafter
 from qspec.spec.engine import generate
 from qspec.spec.types import Drafter, Generation, Sampling
 from qspec.stages.build_plan import build_plan
 from qspec.stages.calibrate import calibrate
 from qspec.stages.quantize import quantize
-from tests.spec.toys import DrawnTree, TableLM, blend, table
+from tests.spec.toys import DrawnTree, TableLM, blend, greedy, table
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 VOCAB = 6
@@ -50,6 +53,33 @@ def drafters() -> list[Drafter | None]:
         None,
         DrawnTree(fair, (-1, -1, 0, 0, 1), replacement=True),
     ]
+
+
+SOURCES: dict[str, Callable[[], Drafter]] = {
+    "model": lambda: ModelDrafter(TableLM(blend(2, TABLE, 0.4))),
+    "ngram": lambda: NgramDrafter(1, 3),
+    "ngram tree": lambda: NgramDrafter(1, 3, branches=3),
+    "suffix": lambda: SuffixDrafter(1),
+    "suffix tree": lambda: SuffixDrafter(1, branches=3),
+    "combined": lambda: CombinedDrafter(SuffixDrafter(1), ModelDrafter(TableLM(blend(2, TABLE, 0.4)))),
+    "combined tree": lambda: CombinedDrafter(NgramDrafter(), TreeDrafter(TableLM(blend(2, TABLE, 0.4)), 2, 3, 6)),
+    "tree": lambda: TreeDrafter(TableLM(blend(2, TABLE, 0.4)), width=2, depth=3, nodes=6),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_drafter_under_every_policy_says_what_plain_decoding_says(source: str, policy: str, batch: int) -> None:
+    """Catches a pairing of drafter, policy and batch size that changes a greedy answer."""
+    asked = [
+        Prompt(
+            text, 20, torch.Generator().manual_seed(i), SOURCES[source](), build(policy, 3, 6, by_batch=((1, 2, 6),))
+        )
+        for i, text in enumerate(TEXTS[:batch])
+    ]
+    results = generate_batch(TableLM(TABLE), asked, GREEDY, ())
+    assert [result.tokens for result in results] == [greedy(TABLE, text, 20) for text in TEXTS[:batch]]
 
 
 def prompts() -> list[Prompt]:

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from qspec.numerics.speedup import optimal_gamma
+from qspec.numerics.speedup import expected_tokens, optimal_gamma
 from qspec.spec.optimal_length import SHARE, Optimal
+from qspec.spec.types import DraftLength
 
 
 @dataclass
@@ -20,16 +21,17 @@ class World:
     alpha: float
     states: bool = False
     """Whether the drafter states its confidence: .95 where a token will stand, .05 where it will not."""
-    catch_up: float = 0.0
-    """Seconds that a draft takes longer behind a plain step."""
+    read: float = 0.0
+    """Seconds that a draft takes for every committed token that it has not seen."""
+    unseen: int = 0
     source: Random = field(default_factory=lambda: Random(0))
     tokens: int = 0
     seconds: float = 0.0
     lengths: list[int] = field(default_factory=list)
-    cold: bool = True
 
-    def step(self, policy: Optimal) -> None:
-        k = policy.next()
+    def step(self, policy: DraftLength, room: int = 99) -> int:
+        """Tokens of a step that has room for so many drafts."""
+        k = min(policy.next(), room)
         more = policy.judge() if k else None
         stands: list[bool] = []
         while len(stands) < k:
@@ -37,13 +39,21 @@ class World:
             if self.states and more is not None and not more(0.95 if stands[-1] else 0.05):
                 break
         accepted = ([*stands, False]).index(False)
-        t_draft = len(stands) * self.c + (self.catch_up if k and self.cold else 0.0)
+        t_draft = len(stands) * self.c + (self.read * self.unseen if k else 0.0)
         t_verify = 1 + self.slope * len(stands)
-        self.cold = not k
+        self.unseen = 0 if k else self.unseen + 1
         self.seconds += t_draft + t_verify
         self.tokens += accepted + 1
         self.lengths.append(len(stands))
         policy.update(len(stands), accepted, t_draft, t_verify)
+        return accepted + 1
+
+    def request(self, policy: DraftLength, prompt: int, tokens: int, domain: str = "") -> "World":
+        policy.reset(domain, prompt, tokens)
+        self.unseen, left = prompt, tokens
+        while left > 0:
+            left -= self.step(policy, left - 1)
+        return self
 
     def run(self, policy: Optimal, steps: int) -> "World":
         for _ in range(steps):
@@ -63,21 +73,85 @@ def test_length_goes_to_the_optimum(c: float, slope: float, alpha: float) -> Non
     assert plain <= 4  # a plain pass is timed again now and then
 
 
-@pytest.mark.parametrize(
-    ("c", "alpha", "catch_up"), [(0.5, 0.4, 0.0), (0.9, 0.8, 0.0), (0.3, 0.0, 0.0), (0.5, 0.3, 20.0)]
-)
-def test_where_nothing_pays_little_is_lost(c: float, alpha: float, catch_up: float) -> None:
+@pytest.mark.parametrize(("c", "alpha"), [(0.5, 0.4), (0.9, 0.8), (0.3, 0.0), (3.0, 0.9)])
+def test_where_nothing_pays_little_is_lost(c: float, alpha: float) -> None:
     """Catches a policy that keeps drafting at a loss, or probes on a schedule that costs more than it says."""
-    world = World(c, 0.2, alpha, catch_up=catch_up)
+    world = World(c, 0.2, alpha)
     policy = Optimal(5, 16)
-    world.run(policy, 20)
+    world.run(policy, 64)
     seconds, tokens = world.seconds, world.tokens
     world.run(policy, 3000)
     plain = float(world.tokens - tokens)
-    # One look of two steps at the longest length is what may be overdrawn before it is known to lose.
-    assert world.seconds - seconds <= plain * (1 + SHARE) + 2 * (1 + 0.2 * 5 + 5 * c) + catch_up
-    assert world.lengths[20:].count(0) > 2700
-    assert any(world.lengths[500:]), "it never looks again"
+    # A look ends within two losing steps, each of one token, whose worst is booked before they are made.
+    assert world.seconds - seconds <= plain * (1 + SHARE) + 2 * (c + 0.2)
+    assert world.lengths[64:].count(0) > 2900
+    assert any(world.lengths[64:]), "it never looks again"
+
+
+COSTS = [(c, slope) for c in (0.02, 0.3, 0.9, 3.0) for slope in (0.02, 0.3)]
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["silent", "states"])
+@pytest.mark.parametrize("read", [0.0, 0.02])
+@pytest.mark.parametrize(("c", "slope"), COSTS)
+def test_never_slower_than_plain_and_near_the_best_length(c: float, slope: float, read: float, states: bool) -> None:
+    """Catches a draft's prefill, its tokens or its further rows left out of the account, and gains that are given away.
+
+    Requests of 64 tokens; the first one is warm-up. 2 % is the promise. Where a draft pays, 15 % are what acceptance
+    known from about 33 steps and shorter drafts at the end of requests cost against the best length by formula.
+    """
+    for alpha in (0.0, 0.3, 0.6, 0.8, 0.95):
+        world, policy = World(c, slope, alpha, states, read), Optimal(4, 8)
+        warm = world.request(policy, 200, 64).seconds
+        for done in range(1, 13):
+            world.request(policy, 200, 64)
+            assert world.seconds - warm <= 1.02 * 64 * done, (alpha, done)
+        rates = [(k * (c + slope) + 1) / expected_tokens(alpha, k) for k in range(1, 9)]
+        best = 64 * min(rates) + read * 200
+        if best < 64 / 1.3:
+            assert world.seconds - warm < 12 * best / 0.85, alpha
+
+
+def test_a_request_too_short_for_the_drafts_prefill_is_decoded_plainly() -> None:
+    """Catches drafts that pay by the step and lose by the request: the prompt is long, the answer short."""
+    policy = Optimal(4, 8)
+    world = World(0.1, 0.02, 0.9, read=0.05)
+    for _ in range(3):
+        world.request(policy, 20, 64)
+    assert any(world.lengths[-10:])
+    seconds = world.seconds
+    world.request(policy, 2000, 16)
+    assert world.seconds == seconds + 16
+    world.request(policy, 20, 64)
+    assert world.seconds < seconds + 16 + 0.6 * 64
+
+
+def test_answers_that_end_early_are_expected_to() -> None:
+    """Catches a prefill that is to be paid back by tokens that were allowed and never came."""
+    policy, world = Optimal(4, 8), World(0.1, 0.02, 0.9, read=0.05)
+    for _ in range(3):
+        world.request(policy, 20, 64)
+    for _ in range(20):
+        policy.reset("", 400, 10_000)
+        world.unseen = 400
+        for _ in range(3):
+            world.step(policy)
+    assert world.lengths[-3:] == [0, 0, 0]
+
+
+def test_timings_that_jump_do_not_end_speculation() -> None:
+    """Catches one interrupted step that stops drafts which pay, and a length that sticks where it seemed cheap once."""
+    world, policy, noise = World(0.3, 0.02, 0.9), Optimal(4, 8), Random(1)
+    update = policy.update
+
+    def noisy(drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
+        busy = 5.0 if noise.random() < 0.01 else 0.0
+        update(drafted, accepted, t_draft * noise.uniform(0.85, 1.15), t_verify * noise.uniform(0.85, 1.15) + busy)
+
+    policy.update = noisy  # type: ignore[method-assign]
+    world.run(policy, 600)
+    assert world.tokens / world.seconds > 1.6  # 1.8 is the best of all lengths
+    assert world.lengths[100:].count(0) < 50
 
 
 def test_speculation_comes_back_when_it_pays_again() -> None:
@@ -105,7 +179,6 @@ def test_kinds_of_request_are_remembered_apart() -> None:
     for _ in range(6):
         for name, world in (("copy", good), ("chat", bad)):
             policy.reset(name)
-            world.cold = True
             world.run(policy, 40)
     assert good.lengths[-40:].count(0) <= 2
     assert bad.lengths[-40:].count(0) >= 30
@@ -139,7 +212,7 @@ def test_a_drafter_that_finds_nothing_is_no_rejection() -> None:
     policy = Optimal(5, 16)
     for _ in range(100):
         policy.update(0, 0, 1e-6, 1.0)
-    assert policy.next() == 5
+    assert policy.next() > 0
 
 
 def test_seconds_decide_and_not_the_number_of_steps() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qspec.numerics.fidelity import sum_of_minima, wilson_interval
-from qspec.spec.stats import SpecStats, acceptance_by_position, intervals_by_position, teacher_forced_betas
+from qspec.spec.stats import Counts, SpecStats, acceptance_by_position, intervals_by_position, teacher_forced_betas
 from qspec.spec.types import Sampling, StepRecord
 from tests.spec.toys import TableLM, blend, table
 
@@ -96,3 +96,25 @@ def test_teacher_forcing_takes_what_fits() -> None:
     lm = TableLM(table(1, 6))
     betas = [teacher_forced_betas(lm, TableLM(table(1, 6), n), [3, 1, 4], [2, 2, 0, 5], Sampling()) for n in (2, 4, 9)]
     assert [beta.tolist() for beta in betas] == [[], [1.0] * 2, [1.0] * 4]
+
+
+def test_sources_are_counted_apart() -> None:
+    """Catches tokens of a lookup counted for the model behind it, and steps without drafts counted for either."""
+    steps = [
+        StepRecord(4, 3, 0.1, 1.0, 0.0, 4, "lookup"),
+        StepRecord(2, 0, 0.1, 1.0, 0.0, 6, "model"),
+        StepRecord(2, 1, 0.1, 1.0, 0.0, 2, "lookup"),
+        StepRecord(0, 0, 0.0, 1.0, 0.0),
+    ]
+    stats = SpecStats.from_steps(steps, t_plain_step=1.0)
+    assert stats.by_source == {"lookup": Counts(2, 6, 4), "model": Counts(1, 2, 0)}
+    assert stats.nodes_per_step == 3
+
+
+def test_steps_without_drafts_have_their_own_cost() -> None:
+    """Catches a policy at 0 whose drafter still works, hidden among steps that draft."""
+    steps = [StepRecord(4, 4, 0.5, 1.0, 0.3)] * 3 + [StepRecord(0, 0, 0.02, 1.0, 0.03)] * 2
+    stats = SpecStats.from_steps(steps, t_plain_step=1.0)
+    assert stats.idle_steps == 2
+    assert stats.idle_cost == pytest.approx(0.05)
+    assert SpecStats.from_steps(steps[:3], t_plain_step=1.0).idle_cost == 0

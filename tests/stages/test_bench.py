@@ -16,7 +16,7 @@ from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
 from qspec.spec.types import Generation, StepRecord
 from qspec.stages import bench as stage
-from qspec.stages.bench import Arm
+from qspec.stages.bench_arm import Arm
 from qspec.stages.bench_stats import ArmFacts, Request, Run, summarize
 from tests.arms import Letters, Parrot
 from tests.spec.toys import Scripted
@@ -218,7 +218,7 @@ def test_teacher_forced_acceptance_stands_beside_the_counted_one(prompts: str):
     (everything, *by_category) = speed.acceptance
     assert everything.teacher_forced is not None
     assert (everything.teacher_forced.value, everything.teacher_forced.n) == (1.0, 4 * 12)  # greedy, the same script
-    assert all(a.teacher_forced is None for a in by_category)
+    assert [a.teacher_forced and a.teacher_forced.n for a in by_category] == [2 * 12, 2 * 12]
     assert len(everything.per_position_ci) == len(everything.per_position)
     (prediction,) = speed.predictions
     drafted = prediction.draft_length

@@ -10,7 +10,8 @@ from qspec.schema.recipe import Recipe, SelfDraft
 from qspec.spec.drafters.combined import CombinedDrafter
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
-from qspec.stages.open_pair import LoadedPair, draft_policy, open_pair
+from qspec.stages.drafting import draft_policy
+from qspec.stages.open_pair import LoadedPair, open_pair
 from qspec.stages.package import package
 from tests.stages.pairs import DRAFTS, halves, recipe
 
@@ -73,3 +74,49 @@ def test_a_pair_without_weights_says_its_kind(pairs: dict[str, LoadedPair], tmp_
         "num_speculative_tokens": 3,
         "suffix_decoding_max_tree_depth": 35,
     }
+
+
+TREES: dict[str, dict[str, Any]] = {
+    "self": DRAFTS["self"] | {"tree": {"width": 2, "depth": 3, "nodes": 6}},
+    "both": LOOKUP | {"tree": {"width": 2, "depth": 3, "nodes": 6}},
+    "suffix": SUFFIX | {"branches": 3},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_of_the_recipe_change_no_answer(pairs: dict[str, LoadedPair], name: str, tmp_path: Path) -> None:
+    """Catches a tree that the recipe asks for and the pair drafts chains for, or that costs another answer."""
+    job = Recipe.model_validate(pairs[name].recipe.model_dump() | {"draft": TREES[name]})
+    pair = open_pair(package(pairs[name].model, pairs[name].draft_model, job, tmp_path / "tree"))
+    plain = pair.generate("the quick", 24, speculative=False).generation
+    asked = [pair.generate("the quick", 24).generation for _ in range(2)]
+    assert [answer.tokens for answer in asked] == [plain.tokens] * 2
+    assert any(step.nodes > step.drafted > 0 for answer in asked for step in answer.steps)
+
+
+def test_trees_are_refused_where_a_cache_rounds_by_position() -> None:
+    """Catches a recipe that is quantized for an hour before its first tree is refused."""
+    grouped = {"format": "int4", "granularity": "token_head", "residual": 64}
+    job = recipe("ngram").model_dump() | {"draft": DRAFTS["ngram"] | {"branches": 2}}
+    job["target"]["quantization"]["kv"] = grouped
+    with pytest.raises(ValueError, match="target kv: channel scales and residual"):
+        Recipe.model_validate(job)
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+@pytest.mark.parametrize("name", ["self", "both", "suffix"])
+def test_a_batch_answers_as_one_by_one(pairs: dict[str, LoadedPair], name: str, speculative: bool) -> None:
+    """Catches requests of a batch that share a draft cache, a policy or a stream of text."""
+    pair, asked = pairs[name], ["the quick", "brown fox jumps", "over"]
+    want = [pair.generate(prompt, 16, speculative=False) for prompt in asked]
+    said = ["", "", ""]
+
+    def hear(i: int, text: str) -> None:
+        said[i] += text
+
+    got = pair.generate_batch(asked, 16, speculative=speculative, on_text=hear)
+    assert [answer.generation.tokens for answer in got] == [answer.generation.tokens for answer in want]
+    assert said == [answer.text for answer in got] == [answer.text for answer in want]
+    drafted = any(step.drafted for answer in got for step in answer.generation.steps)
+    assert drafted == speculative or name == "suffix"
+    assert pair.generate_batch([]) == []

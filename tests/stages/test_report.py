@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from qspec.schema.results import Accuracy, Measurement, Mismatch, Ratio, Results
+from qspec.schema.results import Accuracy, BatchSpeed, Measurement, Mismatch, Ratio, Results, SourceCounts, Spread
 from qspec.stages import report_html, report_markdown, verdict
 from qspec.stages.document import Document, Finding, Table, number, percent, size
 from qspec.stages.report import document, report
@@ -238,3 +238,33 @@ def test_sizes_and_shares():
     """Would catch binary units under decimal names."""
     assert (size(135e6), size(23_040), size(12)) == ("135 MB", "23.0 kB", "12.0 B")
     assert percent(0.9421) == "94.2 %"
+
+
+def test_batches_and_sources_have_their_tables() -> None:
+    """Catches batches that are measured and not shown, a loss without its advice, and sources that are summed up."""
+    rate = Spread(median=90.0, q1=85.0, q3=95.0, n=6, unit="tokens/s")
+    plain = BatchSpeed(arm="quantized", baseline="quantized", batch=4, temperature=0.0, rate=rate)
+    gain = Measurement(metric="tokens per second", value=0.8, unit="x", n=6, ci=(0.75, 0.85))
+    drafts = plain.model_copy(
+        update={"arm": "quantized + draft", "speedup": gain, "draft_length": 2.5, "equal": 11, "answers": 12}
+    )
+    found = speed()
+    sources = (SourceCounts(source="lookup", steps=10, drafted=40, accepted=30),)
+    acceptance = tuple(a.model_copy(update={"sources": sources, "nodes_per_step": 7.0}) for a in found.acceptance)
+    measured = found.model_copy(update={"batches": (plain, drafts), "acceptance": acceptance})
+    page = document(example().model_copy(update={"speed": measured}))
+    tables = {block.caption: block for block in page.blocks if isinstance(block, Table)}
+    (batches,) = (table for caption, table in tables.items() if caption.startswith("Tokens per second of all"))
+    assert batches.rows[1][:3] == ("quantized + draft", "4", number(90.0))
+    assert batches.rows[1][-1] == "11 of 12"
+    assert tables["Acceptance by what drafted"].rows == (
+        ("quantized + draft: all", "lookup", "10", "40", "30", number(4.0)),
+    )
+    said = [(f.tone, f.text) for f in page.blocks if isinstance(f, Finding)]
+    assert (
+        "bad",
+        f"at batch 4: quantized + draft runs at {number(0.8)}× the speed of quantized, cap it by_batch",
+    ) in said
+    assert any(tone == "open" and "11 of 12 greedy answers" in text for tone, text in said)
+    markdown = report_markdown.render(page)
+    assert "one request at a time" not in markdown

@@ -1,7 +1,6 @@
 """Two drafters for one target: a lookup that costs nothing, and a model where it finds nothing or does worse."""
 
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -11,24 +10,43 @@ from qspec.spec.types import Drafter, More, Proposal, Sampling
 
 DECAY = 0.9
 """Weight that a source's record keeps when a step of its own comes: about the last 10 count."""
-RETRY = 16
-"""Steps after which the lookup is tried again though it did worse."""
+RETRY, LONGEST_RETRY = 16, 1024
+"""Steps after which a source that did worse is tried again; doubled by every try that does not change that."""
+MODEL_STEPS = 4
+"""Steps with the model's drafts before one without any is timed."""
+LOOKUP, MODEL = "lookup", "model"
+NOTHING = Proposal(torch.empty(0, dtype=torch.long), None)
 
 
 @dataclass
 class _Record:
-    """Decayed tokens and seconds of the steps that a source drafted for."""
+    """Decayed tokens and seconds of the steps that a source drafted for, and the steps until it is tried again."""
 
     tokens: float = 0.0
     seconds: float = 0.0
+    steps: int = 0
+    skipped: int = 0
+    wait: int = RETRY
 
     def add(self, tokens: int, seconds: float) -> None:
         self.tokens, self.seconds = DECAY * self.tokens + tokens, DECAY * self.seconds + seconds
+        self.steps += 1
 
     @property
     def rate(self) -> float:
-        """Tokens per second; without a record, as good as can be."""
-        return self.tokens / self.seconds if self.seconds else float("inf")
+        """Tokens per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def is_due(self, *rivals: "_Record") -> bool:
+        """Whether it brings as many tokens per second as any rival, so far as that is known, or is to be tried."""
+        if not self.steps or self.rate >= max(rival.rate for rival in rivals):
+            self.wait = RETRY
+            return True
+        self.skipped += 1
+        if self.skipped < self.wait:
+            return False
+        self.skipped, self.wait = 0, min(2 * self.wait, LONGEST_RETRY)
+        return True
 
 
 @dataclass(frozen=True)
@@ -37,23 +55,22 @@ class _Step:
 
     source: _Record
     length: int
-    tokens: list[int]
     start: float
 
 
 class CombinedDrafter:
-    """Asks `lookup` first and `model` where it finds nothing.
+    """Asks `lookup` first, `model` where it finds nothing, and none where steps without drafts bring more.
 
-    Where steps with the lookup's drafts have lately brought fewer tokens per second than steps with the model's, the
-    model drafts, and the lookup is tried again every `RETRY` steps. The choice never looks at what would be drafted, so
-    the output law stays the target's.
+    A source whose steps have lately brought fewer tokens per second than another's or than plain ones is passed over,
+    and tried again after waits that double. The choice never looks at what would be drafted, so the output law stays
+    the target's. Proposals say their source: `lookup` or `model`.
     """
 
     def __init__(self, lookup: Drafter, model: Drafter) -> None:
         self._lookup, self._model = lookup, model
-        self._looked_up, self._modelled = _Record(), _Record()
-        self._skipped = 0
         self._last: _Step | None = None
+        self._cold = True
+        self._unlearn()
 
     @property
     def model(self) -> Drafter:
@@ -69,16 +86,18 @@ class CombinedDrafter:
     ) -> Proposal:
         start = perf_counter()
         self._settle(context, start)
-        source, proposal = self._looked_up, None
-        if self._looked_up.rate >= self._modelled.rate or self._skipped >= RETRY:
+        source, proposal = self._plain, NOTHING
+        if self._looked_up.is_due(self._modelled, self._plain):
             proposal = self._lookup.propose(context, k, sampling, generator, more)
-            self._skipped = 0
-        else:
-            self._skipped += 1
-        if proposal is None or not len(proposal.tokens_K):
-            source, proposal = self._modelled, self._model.propose(context, k, sampling, generator, more)
-        self._last = _Step(source, len(context), proposal.tokens_K.tolist(), start)
-        return Proposal(proposal.tokens_K, proposal.probs_KV, perf_counter() - start, proposal.parents_K)
+            source = self._looked_up
+        if not len(proposal.tokens_K):
+            source = self._plain
+            if self._model_is_due():
+                proposal = self._model.propose(context, k, sampling, generator, more)
+                source = self._modelled
+        self._last = _Step(source, len(context), start)
+        name = LOOKUP if source is self._looked_up else MODEL
+        return replace(proposal, seconds=perf_counter() - start, source=name)
 
     def reset(self) -> None:
         """A new request starts; what was learned of both sources stays."""
@@ -88,19 +107,26 @@ class CombinedDrafter:
 
     def forget(self) -> None:
         """Forget what was learned from earlier requests, as a lookup does that remembers them."""
-        self._looked_up, self._modelled, self._skipped = _Record(), _Record(), 0
+        self._unlearn()
         if isinstance(self._lookup, SuffixDrafter):
             self._lookup.forget()
         self.reset()
 
+    def _unlearn(self) -> None:
+        self._looked_up, self._modelled, self._plain = _Record(), _Record(), _Record()
+
+    def _model_is_due(self) -> bool:
+        """False once where no step without drafts has been timed: the model has to beat those."""
+        if not self._plain.steps and self._modelled.steps >= MODEL_STEPS:
+            return False
+        return self._modelled.is_due(self._plain)
+
     def _settle(self, context: list[int], now: float) -> None:
-        """Book the last step; a model's first one also read the prompt, and steps without drafts say nothing."""
+        """Book what has come since the last proposal; a model's first one also read the prompt."""
         last = self._last
-        if last is None or not last.tokens:
+        if last is None:
             return
         if last.source is self._modelled and self._cold:
             self._cold = False
             return
-        together = zip(last.tokens, context[last.length :], strict=False)
-        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], together))
-        last.source.add(accepted + 1, now - last.start)
+        last.source.add(len(context) - last.length, now - last.start)

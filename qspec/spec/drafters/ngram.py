@@ -5,6 +5,7 @@ from time import perf_counter
 
 import torch
 
+from qspec.numerics.trees import merged_chains
 from qspec.spec.types import More, Proposal, Sampling
 
 
@@ -12,11 +13,12 @@ class NgramDrafter:
     """Continues as the text went on after the most recent occurrence of its last tokens; the longest match wins.
 
     Between two `reset`s the context only grows, so its n-grams are indexed once. A continuation that reaches the end of
-    the text repeats itself: text of period p is drafted beyond p tokens.
+    the text repeats itself: text of period p is drafted beyond p tokens. branches: as many continuations of the longest
+    match at once, the most recent ones, as a tree.
     """
 
-    def __init__(self, min_ngram: int = 1, max_ngram: int = 3) -> None:
-        self._sizes = range(max_ngram, min_ngram - 1, -1)
+    def __init__(self, min_ngram: int = 1, max_ngram: int = 3, branches: int = 1) -> None:
+        self._sizes, self._branches = range(max_ngram, min_ngram - 1, -1), branches
         self.reset()
 
     def propose(
@@ -30,27 +32,28 @@ class NgramDrafter:
         """At most `k` tokens, certain (one-hot), of unknown probability; none without a match."""
         start = perf_counter()
         self._index(context)
-        at = self._match(context)
-        tokens = [] if at is None else list(islice(cycle(context[at : at + k]), k))
-        return Proposal(torch.tensor(tokens, dtype=torch.long), None, perf_counter() - start)
+        tree = merged_chains(islice(cycle(context[at : at + k]), k) for at in reversed(self._matches(context)))
+        tokens_K = torch.tensor(tree.tokens_K, dtype=torch.long)
+        return Proposal(tokens_K, None, perf_counter() - start, tuple(tree.parents_K))
 
     def reset(self) -> None:
         """Forget the sequence (a new request starts)."""
-        self._follows: dict[tuple[int, ...], int] = {}
+        self._follows: dict[tuple[int, ...], list[int]] = {}
         self._indexed = 1
 
     def _index(self, context: list[int]) -> None:
-        """Note for every n-gram that has a continuation where its last one starts."""
+        """Note for every n-gram that has a continuation where its last ones start."""
         for at in range(self._indexed, len(context)):
             for size in self._sizes:
                 if size <= at:
-                    self._follows[tuple(context[at - size : at])] = at
+                    places = self._follows.setdefault(tuple(context[at - size : at]), [])
+                    places.append(at)
+                    del places[: -self._branches]
         self._indexed = max(self._indexed, len(context))
 
-    def _match(self, context: list[int]) -> int | None:
-        """Position behind the last earlier occurrence of the longest known suffix."""
+    def _matches(self, context: list[int]) -> list[int]:
+        """Positions behind the last earlier occurrences of the longest known suffix, oldest first."""
         for size in self._sizes:
-            at = self._follows.get(tuple(context[-size:]))
-            if at is not None:
-                return at
-        return None
+            if (places := self._follows.get(tuple(context[-size:]))) is not None:
+                return places
+        return []

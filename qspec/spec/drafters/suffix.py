@@ -6,6 +6,7 @@ from time import perf_counter
 
 import torch
 
+from qspec.numerics.trees import merged_chains
 from qspec.spec.types import More, Proposal, Sampling
 
 BYTES_PER_TOKEN = 640
@@ -27,13 +28,20 @@ class SuffixDrafter:
 
     across_requests: finished requests are remembered too, at most `memory_mb` (10^6 bytes) with the running one; those
     that have not voted for longest are forgotten first. What a request said is known as far as drafts were asked for.
+    branches: continuations that are drafted at once, each with another first token, those of most votes; `more` is
+    asked about a single one only.
     """
 
     def __init__(
-        self, min_match: int = 2, max_match: int = 32, memory_mb: float = 64, across_requests: bool = True
+        self,
+        min_match: int = 2,
+        max_match: int = 32,
+        memory_mb: float = 64,
+        across_requests: bool = True,
+        branches: int = 1,
     ) -> None:
         self._sizes = sorted({min_match, max(min_match, LONG_MATCH)}, reverse=True)
-        self._min, self._max, self._across = min_match, max_match, across_requests
+        self._min, self._max, self._across, self._branches = min_match, max_match, across_requests, branches
         self._most = int(memory_mb * 1e6 / BYTES_PER_TOKEN)
         self.forget()
 
@@ -53,8 +61,14 @@ class SuffixDrafter:
         """At most `k` tokens, certain (one-hot), which `more` is told the confidence of; none without a match."""
         start = perf_counter()
         self._follow(context)
-        tokens = self._walk(self._places(), k, more)
-        return Proposal(torch.tensor(tokens, dtype=torch.long), None, perf_counter() - start)
+        places = self._places()
+        if self._branches == 1:
+            tokens = self._walk(places, k, [], more)
+            return Proposal(torch.tensor(tokens, dtype=torch.long), None, perf_counter() - start)
+        ranked = self._ranked(self._votes(places, []))[: self._branches]
+        tree = merged_chains(self._walk(places, k, [token]) for token, _ in ranked)
+        tokens_K = torch.tensor(tree.tokens_K, dtype=torch.long)
+        return Proposal(tokens_K, None, perf_counter() - start, tuple(tree.parents_K))
 
     def reset(self) -> None:
         """A new request starts: the last one joins the memory, or everything is forgotten."""
@@ -122,14 +136,15 @@ class SuffixDrafter:
             n += 1
         return n
 
-    def _walk(self, places: list[int], k: int, more: More | None) -> list[int]:
-        drafted: list[int] = []
+    def _walk(self, places: list[int], k: int, drafted: list[int], more: More | None = None) -> list[int]:
+        """At most `k` tokens, which begin with `drafted`."""
+        for n, token in enumerate(drafted):
+            places = [place for place, voted in self._votes(places, drafted[:n]) if voted == token]
         while len(drafted) < k:
-            votes = [(place, token) for place in places if (token := self._vote(place, drafted)) is not None]
+            votes = self._votes(places, drafted)
             if not votes:
                 break
-            counts = Counter(token for _, token in reversed(votes))  # the newest first: it wins among equals
-            token, count = counts.most_common(1)[0]
+            token, count = self._ranked(votes)[0]
             drafted.append(token)
             places = [place for place, voted in votes if voted == token]
             if more is not None and not more(count / (len(votes) + 1)):
@@ -138,6 +153,14 @@ class SuffixDrafter:
             if place >> _SHIFT in self._earlier:
                 self._earlier.move_to_end(place >> _SHIFT)
         return drafted
+
+    def _votes(self, places: list[int], drafted: list[int]) -> list[tuple[int, int]]:
+        """Places and their tokens behind what is drafted, of those that have one."""
+        return [(place, token) for place in places if (token := self._vote(place, drafted)) is not None]
+
+    def _ranked(self, votes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Tokens and their counts, most votes first, then the newest."""
+        return Counter(token for _, token in reversed(votes)).most_common()
 
     def _vote(self, place: int, drafted: list[int]) -> int | None:
         """The token behind `place` and as many more as are drafted; None where an earlier request ends."""

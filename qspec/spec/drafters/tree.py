@@ -38,6 +38,10 @@ class TreeDrafter:
         self._cached: list[int] = []
         self._read = NO_TREE  # nodes that wait behind the cache
 
+    @property
+    def lm(self) -> TreeLM:
+        return self._lm
+
     def propose(
         self,
         context: list[int],

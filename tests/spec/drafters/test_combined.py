@@ -58,7 +58,9 @@ def test_the_source_of_more_tokens_per_second_drafts(slow: float, wins: str, mon
         context = context + (tokens if from_model else []) + [9]
         clock.now += 8.0 * slow if from_model else 1.0
         sources.append("model" if from_model else "lookup")
-    assert sources.count(wins) >= 30 if wins == "lookup" else sources.count("lookup") in (2, 3)  # first, then retries
+    assert (
+        sources.count(wins) >= 30 if wins == "lookup" else sources.count("lookup") in (2, 3, 4)
+    )  # first, then retries
 
 
 def test_reset_reaches_both() -> None:
@@ -70,3 +72,30 @@ def test_reset_reaches_both() -> None:
     drafter.reset()
     assert lm.tokens == []
     assert propose(drafter, [1, 2]) == greedy(TABLE, [1, 2], 3)
+
+
+def test_a_model_has_to_beat_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a model that drafts at a loss where the lookup is silent, and one that is never tried again."""
+    clock = Clock()
+    monkeypatch.setattr(combined, "perf_counter", clock)
+    drafter = CombinedDrafter(Scripted(), Scripted([1, 2, 3]))
+    drafter.reset()
+    context, asked = [0], []
+    for _ in range(200):
+        tokens = propose(drafter, context)
+        asked.append(len(tokens) > 0)
+        context = [*context, *tokens[:1], 9]  # one of three stands
+        clock.now += 4.0 if tokens else 1.0
+    assert sum(asked) <= 10
+    assert any(asked[20:])
+
+
+def test_proposals_say_their_source() -> None:
+    """Catches accepted tokens that are counted for the other drafter."""
+    drafter = CombinedDrafter(NgramDrafter(2, 3), ModelDrafter(TableLM(TABLE)))
+    drafter.reset()
+    sources = [
+        drafter.propose(context, 3, Sampling(), torch.Generator()).source
+        for context in ([1, 2, 4, 1, 2], [1, 2, 4, 1, 2, 4, 5])
+    ]
+    assert sources == ["lookup", "model"]

@@ -51,3 +51,13 @@ def test_reset_forgets_the_text() -> None:
     propose(drafter, [1, 2, 3, 1, 2], 3)
     drafter.reset()
     assert propose(drafter, [1, 2], 3) == []
+
+
+def test_branches_are_the_most_recent_continuations() -> None:
+    """Catches trees that repeat what begins alike, continue an older match, or leave the chain of one branch."""
+    context = [1, 2, 7, 5, 1, 2, 8, 6, 1, 2, 7, 4, 1, 2]
+    proposal = NgramDrafter(1, 3, branches=3).propose(context, 2, Sampling(), torch.Generator())
+    assert (proposal.tokens_K.tolist(), proposal.parents) == ([7, 4, 8, 6, 5], (-1, 0, -1, 2, 0))
+    assert propose(NgramDrafter(1, 3, branches=1), context, 2) == [7, 4]
+    silent = NgramDrafter(1, 3, branches=2).propose([1, 2, 3], 2, Sampling(), torch.Generator())
+    assert len(silent.tokens_K) == 0

@@ -120,3 +120,11 @@ def test_drafts_are_a_function_of_the_requests() -> None:
             drafts += [propose(drafter, text[:n], 4) for n in range(10, 60, 10)]
         both.append(drafts)
     assert both[0] == both[1]
+
+
+def test_branches_start_with_the_tokens_of_most_votes() -> None:
+    """Catches a second branch that repeats the first, or that goes on with the first one's votes."""
+    text = [1, 2, 7, 5, 0, 1, 2, 7, 6, 3, 1, 2, 8, 4, 1, 2]
+    proposal = SuffixDrafter(branches=2).propose(text, 2, Sampling(), torch.Generator())
+    assert (proposal.tokens_K.tolist(), proposal.parents) == ([7, 6, 8, 4], (-1, 0, -1, 2))
+    assert len(SuffixDrafter(branches=2).propose([1, 2, 3], 2, Sampling(), torch.Generator()).tokens_K) == 0

@@ -1,0 +1,57 @@
+"""From the recipe's draft to drafters and policies of the engine."""
+
+from typing import assert_never
+
+from qspec.nn.engines import AnyDecoder
+from qspec.records import ArchMap
+from qspec.schema.recipe import DraftLengthSpec, LookupDraft, ModelDraft, NgramDraft, SelfDraft, SuffixDraft
+from qspec.spec import draft_length
+from qspec.spec.drafters.combined import CombinedDrafter
+from qspec.spec.drafters.model import ModelDrafter
+from qspec.spec.drafters.ngram import NgramDrafter
+from qspec.spec.drafters.suffix import SuffixDrafter
+from qspec.spec.drafters.tree import TreeDrafter
+from qspec.spec.types import Drafter, DraftLength
+
+
+def draft_policy(spec: DraftLengthSpec) -> DraftLength:
+    """A policy of its own: one that learns must not be shared by different pairs."""
+    return draft_length.build(spec.policy, spec.k, spec.max_k, spec.threshold, spec.by_batch)
+
+
+def lookup_drafter(spec: LookupDraft) -> Drafter:
+    """The drafter of a draft without weights."""
+    match spec:
+        case NgramDraft():
+            return NgramDrafter(spec.min_ngram, spec.max_ngram, spec.branches)
+        case SuffixDraft():
+            return SuffixDrafter(spec.min_match, spec.max_match, spec.memory_mb, spec.across_requests, spec.branches)
+    assert_never(spec)
+
+
+def model_drafter(decoder: AnyDecoder, draft: ModelDraft | SelfDraft, target: ArchMap, tokens: int) -> Drafter:
+    """The drafter of a draft model, behind the lookup that its recipe asks for, at that kind's defaults.
+
+    tokens: ids of the target's vocabulary that are no padding.
+    """
+    model: Drafter = ModelDrafter(decoder, target.vocab_size, target.eos_ids, tokens)
+    if draft.tree is not None:
+        tree = draft.tree
+        model = TreeDrafter(decoder, tree.width, tree.depth, tree.nodes, target.eos_ids, tokens)
+    return with_lookup(model, draft)
+
+
+def with_lookup(model: Drafter, draft: ModelDraft | SelfDraft) -> Drafter:
+    """A draft model behind the lookup that its recipe asks for, at that kind's defaults."""
+    if draft.lookup == "none":
+        return model
+    lookup = NgramDraft(kind="ngram") if draft.lookup == "ngram" else SuffixDraft(kind="suffix")
+    return CombinedDrafter(lookup_drafter(lookup), model)
+
+
+def draft_decoder(drafter: Drafter) -> AnyDecoder | None:
+    """The draft model that a drafter asks; None for one without."""
+    inner = drafter.model if isinstance(drafter, CombinedDrafter) else drafter
+    if isinstance(inner, ModelDrafter | TreeDrafter) and isinstance(inner.lm, AnyDecoder):
+        return inner.lm
+    return None
