@@ -214,10 +214,8 @@ def _whole_format(formats: set[str]) -> str:
 def _format(scheme: LayerScheme) -> str:
     if scheme.outliers:
         return DENSE_AND_SPARSE
-    if scheme.weight.fmt.bits == 4:
-        return "pack-quantized"
     if scheme.activation is None:
-        return "naive-quantized"
+        return "pack-quantized" if scheme.weight.fmt.bits == 4 else "naive-quantized"
     return "float-quantized" if scheme.weight.fmt.is_float else "int-quantized"
 
 

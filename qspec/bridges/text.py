@@ -23,6 +23,7 @@ from qspec.schema.recipe import CalibrationSpec, Recipe
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".parquet", ".txt")
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 log = logging.getLogger("qspec")
 
@@ -33,6 +34,19 @@ class Prompt:
 
     category: str
     text: str
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a data set is looked for: the first file that is absent, else the first one.
+
+    remote: None for a user's own file; offline: the variable that forbids to fetch, or empty.
+    """
+
+    path: Path
+    present: bool
+    remote: str | None = None
+    offline: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,19 @@ def local_files(name: str) -> dict[str, Path]:
     found = {"test": data_file(local.file), "fewshot": data_file(local.fewshot) if local.fewshot else None}
     paths = {key: path for key, path in found.items() if path is not None}
     return paths if "test" in paths and (local.fewshot is None or "fewshot" in paths) else {}
+
+
+def where_from(name: str) -> Whereabouts:
+    """Whether rows of `name` lie on this machine, and where else they are to be had; reads and fetches nothing."""
+    if name.endswith(SUFFIXES):
+        path = Path(name).expanduser()
+        return Whereabouts(path.absolute(), path.is_file())
+    entry = dataset(name)
+    paths = [_data_folder().absolute() / file for file in (entry.local.file, entry.local.fewshot) if file]
+    missing = [path for path in paths if not path.is_file()]
+    remote = entry.remote.file or f"the Hub data set {entry.remote.path}"
+    set_on = [key for key in _OFFLINE if os.environ.get(key, "").lower() in ("1", "true", "yes", "on")]
+    return Whereabouts((missing or paths)[0], not missing, remote, set_on[0] if set_on else "")
 
 
 def origin(name: str) -> str:
@@ -178,8 +205,12 @@ def _find(name: str) -> _Source:
 
 def data_file(file: str) -> Path | None:
     """A file of the data folder (`$QSPEC_DATA`), None where it is absent."""
-    path = Path(os.environ.get("QSPEC_DATA", "../shared/data")).expanduser() / file
+    path = _data_folder() / file
     return path if path.is_file() else None
+
+
+def _data_folder() -> Path:
+    return Path(os.environ.get("QSPEC_DATA", "../shared/data")).expanduser()
 
 
 def _read_file(path: Path) -> Iterator[Row]:

@@ -65,6 +65,9 @@ def layer_scheme(name: str, group_size: int = BLOCK, clip: Clip = ABSMAX) -> Lay
             activation = TensorScheme(FP8_E4M3, PerGroup(BLOCK), dynamic=True)
         case "W4A16":
             return LayerScheme(name, TensorScheme(INT4, PerGroup(group_size), clip=parts))
+        case "W4A8":
+            weight = TensorScheme(INT4, PerGroup(group_size), clip=parts)
+            activation = TensorScheme(INT8, PerToken(), dynamic=True)
         case "none":
             return None
         case _:

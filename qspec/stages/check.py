@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from qspec.bridges.compressed import lint_scale, read
-from qspec.errors import IntegrityError, PairError, QspecError
+from qspec.bridges.tensors import read_tensors
+from qspec.errors import IntegrityError, OutputError, PairError, QspecError
 from qspec.provenance import sha256_file
 from qspec.records import ArchMap, QuantizedModel, Tokenizer, layer_number
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
@@ -132,6 +133,17 @@ def _check_half(folder: Path, half: Half, findings: list[str]) -> QuantizedModel
         f"{half.folder}: {', '.join(f'{n} x {scheme}' for scheme, n in counts.items())}; every number is usable"
     )
     return model
+
+
+def check_scales(folder: Path) -> None:
+    """Every stored scale of a half is usable; raises `IntegrityError` naming the first that is not. Reads no codes."""
+    tensors = read_tensors(folder)
+    try:
+        for name in tensors:
+            if name.endswith("_scale"):
+                lint_scale(name, tensors[name])
+    except OutputError as error:
+        raise IntegrityError(f"{folder.name}: {error.value}", error.rule, _FETCH) from error
 
 
 def scheme_counts(model: QuantizedModel) -> dict[str, int]:

@@ -9,12 +9,14 @@ from qspec.schema.devices import ADA, DeviceSheet, read_device
 from qspec.schema.manifest import Served
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schema.recipe import MlpDraft, ModelDraft, NgramDraft, Recipe, SelfDraft, SuffixDraft
-from qspec.stages.build_plan import kv_scheme
+from qspec.stages.build_plan import build_plan, kv_scheme
 from qspec.stages.kv_served import kv_flag, refusal, skip_flag
 
 _NO_SPARSE = "no server runs dense + sparse weights (outliers); qspec's own engine does"
 _STOPS_AT_SPARSE = "stops at format dense-and-sparse: it cannot run outliers"
 _STOPS_AT_E5M2 = "stops at type float8_e5m2 where a layer has it (the notes tell): it reads float8 as E4M3 only"
+_NO_W4A8 = "W4A8: vLLM has a kernel for it on Arm CPUs alone, not proven here; qspec's own engine runs it, or use W4A16"
+_HEAD = "; lm_head is quantized too, by a target pattern of its own: vLLM reads that, no run here proves it"
 _READS_NO_INT8_EXPERTS = "stops at INT8 experts: it unpacks those in INT4 and FP8 only"
 _VLLM_LACKS = {
     "heuristic": "+2/-1 heuristic",
@@ -131,11 +133,20 @@ def _vllm_weights(spec: QuantSpec, sheet: DeviceSheet, folder: str) -> tuple[boo
         served, detail = False, f"{scheme}: no usable FP8 matmul on CPU; use W8A8"
     if cpu and "W4A16" in names:
         detail += ", run as W4A8 unless VLLM_CPU_INT4_W4A8=0"
+    if _rounds_head(spec):
+        detail += _HEAD
+    if "W4A8" in spec.schemes:
+        served, detail = False, _NO_W4A8
     if spec.outliers is not None:
         served, detail = False, _NO_SPARSE
     if spec.transforms_inputs:
         served, detail = False, "rotation.r4 needs a transform at run time, proven in qspec's own engine only"
     return served, detail
+
+
+def _rounds_head(spec: QuantSpec) -> bool:
+    plan = build_plan(spec)
+    return next((rule.scheme for rule in plan.rules if rule.matches("lm_head")), plan.default) is not None
 
 
 def _vllm_kv(kv: KVScheme | None, sheet: DeviceSheet) -> Served:
@@ -189,6 +200,8 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
                 detail = f"method draft_model: draft/ ({draft.quantization.scheme})"
                 if isinstance(draft, SelfDraft) and draft.layers is not None:
                     detail += f" is an ordinary checkpoint with {draft.layers} layers"
+                if _rounds_head(draft.quantization):
+                    detail += _HEAD
     if served and isinstance(recipe.draft, ModelDraft | SelfDraft) and sheet.capability is None:
         if kv_cache_dtype(recipe.target.quantization.kv) != draft_kv_dtype(recipe):
             served, detail = False, "on CPU both halves need the same KV dtype, vLLM aborts otherwise"
@@ -198,6 +211,8 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
         detail += f"; draft length fixed at {k}, vLLM has no {lacking}"
     if served and isinstance(recipe.draft, ModelDraft | SelfDraft) and recipe.draft.lookup != "none":
         detail += "; it drafts with the model alone, without lookup"
+    if served and recipe.drafts_trees:
+        detail += "; chains, vLLM has no trees here"
     return Served(runtime="vllm", part="draft", served=served, detail=detail)
 
 

@@ -13,7 +13,6 @@ from qspec.errors import QspecError
 from qspec.nn.decoder import Decoder
 from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from qspec.numerics.distribution import Extent, beyond_share, extent, saturated_share
-from qspec.numerics.formats import INT4
 from qspec.numerics.packing import PER_WORD
 from qspec.plan import LayerScheme, TensorScheme
 from qspec.progress import Progress
@@ -150,12 +149,12 @@ def _kept(model: QuantizedModel, name: str, shape: tuple[int, int]) -> StoredLay
 
 
 def _stored_bytes(linear: QLinear) -> int:
-    """Bytes in the file: codes (INT4: eight to a word), float32 scales, zero points, bias, outliers."""
+    """Bytes in the file: codes (packed: eight to a word), float32 scales, zero points, bias, outliers."""
     weight = linear.weight
     rows, columns = weight.shape
-    codes = rows * -(-columns // PER_WORD) * 4 if weight.fmt == INT4 else weight.codes.nbytes
+    codes = rows * -(-columns // PER_WORD) * 4 if compressed.packs(linear) else weight.codes.nbytes
     zeros = 0 if weight.zero_point is None else weight.zero_point.numel()
-    if weight.fmt == INT4 and weight.zero_point is not None:
+    if compressed.packs(linear) and weight.zero_point is not None:
         zeros = -(-rows // PER_WORD) * 4 * weight.zero_point.shape[1]
     extra = sum(part.nbytes for part in (linear.input_scale, linear.bias, linear.outliers) if part is not None)
     return codes + 4 * weight.scale.numel() + zeros + extra

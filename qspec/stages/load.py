@@ -6,7 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from qspec.bridges.gguf import config_from_gguf, load_gguf
 from qspec.bridges.gguf_file import GGUFFile
@@ -69,19 +69,25 @@ def locate(spec: ModelSpec) -> Location:
 
 
 def resolve_arch(spec: ModelSpec) -> ArchMap:
-    """Shape of the model without its weights.
+    """Shape of the model without its weights; see `resolve_config`."""
+    return arch_from_config(resolve_config(spec))
 
-    From a folder's `config.json` or a GGUF header; for a Hub id from `eval/shapes/`, else from the Hub.
+
+def resolve_config(spec: ModelSpec) -> dict[str, Any]:
+    """The model's `config.json` without its weights.
+
+    From its folder, or a GGUF header; for a Hub id from `eval/shapes/` (which knows no dtype), else from the Hub.
     """
     where = locate(spec)
     if where.path is None:
         known = shape_file(spec.model)
         if known.is_file():
-            return arch_from_config(json.loads(known.read_text(encoding="utf-8")))
-        return arch_from_config(read_config(fetch_config(spec.model, spec.revision)[0]))
+            shape: dict[str, Any] = json.loads(known.read_text(encoding="utf-8"))
+            return shape
+        return read_config(fetch_config(spec.model, spec.revision)[0])
     if where.kind == "gguf":
-        return arch_from_config(config_from_gguf(GGUFFile(where.path)))
-    return arch_from_config(read_config(where.path))
+        return config_from_gguf(GGUFFile(where.path))
+    return read_config(where.path)
 
 
 def shape_file(model: str) -> Path:

@@ -2,32 +2,35 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from qspec.bridges import oneshot
-from qspec.bridges.text import SUFFIXES, data_names
-from qspec.errors import RecipeError
+from qspec.bridges.hf import arch_from_config
+from qspec.bridges.text import SUFFIXES, data_names, where_from
+from qspec.errors import RecipeError, SourceError
 from qspec.numerics.roofline import prefill_seconds
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.records import ArchMap
 from qspec.schema.datasets import dataset
 from qspec.schema.devices import DeviceSheet, read_device
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import MlpDraft, ModelDraft, Recipe, SelfDraft
+from qspec.schema.recipe import Dtype, MlpDraft, ModelDraft, ModelSpec, Recipe, SelfDraft
 from qspec.stages.allocate import assumed_plan
 from qspec.stages.build_plan import build_plan, needs_statistics, resolve_plan
 from qspec.stages.duration import HalfCost, Step, steps
 from qspec.stages.footprint import Footprint, footprint, kv_window_bytes, mlp_footprint
 from qspec.stages.forecast import CONTEXT, Duo, rates
-from qspec.stages.load import resolve_arch
+from qspec.stages.load import resolve_config
+from qspec.stages.package import source_dtype
 from qspec.stages.prepare import prepared_arch
 from qspec.stages.units import candidate_schemes
 
 USABLE = 0.9
 """Share of a device's memory that weights and KV may take; the rest is activations and graphs."""
 STORED = 2
-"""Bytes that mixed precision counts for a value in the source's own dtype: nearly all models come in 16 bits."""
+"""Bytes of a stored value where only a model's shape is known: nearly all models come in 16 bits."""
 MOST_PADDING = 1024
 """Head rows by which models of one tokenizer differ at most."""
 
@@ -36,7 +39,8 @@ MOST_PADDING = 1024
 class PlannedHalf:
     """One half of the pair, resolved: `bytes` under its plan, `plain` with nothing quantized.
 
-    With mixed precision the plan is one of the budget's size, not yet the one that measurements will give.
+    original: the architecture before any rewrite; stored: bytes of a float that is kept. With mixed precision the plan
+    is one of the budget's size, not yet the one that measurements will give.
     """
 
     model: str
@@ -46,6 +50,29 @@ class PlannedHalf:
     schemes: Mapping[str, LayerScheme | None]
     bytes: Footprint
     plain: Footprint
+    original: ArchMap
+    stored: int
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it must see calibration text, in words; empty if it need not."""
+        return needs_statistics(self.schemes, self.plan, self.spec)
+
+    @property
+    def cost(self) -> HalfCost:
+        """What the duration of its stages follows from."""
+        rounded = sum(group.parameters for label, group in self.bytes.groups.items() if label != "none")
+        kv = self.plan.kv
+        return HalfCost(
+            stored=self.plain.parameters * self.stored,
+            cost=self.plain.cost,
+            spec=self.spec,
+            weights=self.bytes.parameters,
+            rounded=rounded,
+            layers=self.arch.n_layers,
+            reasons=tuple(self.reasons),
+            kv_candidates=0 if kv is None or not kv.open else 1 + (kv.scales == "auto"),
+        )
 
     @property
     def possible(self) -> Mapping[str, LayerScheme | None]:
@@ -73,7 +100,7 @@ class PlannedPair:
     def calibrates(self) -> bool:
         """Whether any half must see calibration text."""
         halves = [half for half in (self.target, self.draft) if half is not None]
-        return any(h.spec.method != "rtn" or needs_statistics(h.schemes, h.plan, h.spec) for h in halves)
+        return any(half.spec.method != "rtn" or half.reasons for half in halves)
 
     @property
     def drafting(self) -> Footprint | None:
@@ -138,12 +165,7 @@ class PlannedPair:
     @property
     def steps(self) -> list[Step]:
         """Stages of the job with their estimated seconds."""
-        halves = [half for half in (self.target, self.draft) if half is not None]
-        costs = [
-            HalfCost(h.plain.resident, h.plain.cost, h.spec, bool(needs_statistics(h.schemes, h.plan, h.spec)))
-            for h in halves
-        ]
-        return steps(self.recipe, costs)
+        return steps(self.recipe, [half.cost for half in (self.target, self.draft) if half is not None])
 
 
 def resolve(recipe: Recipe) -> PlannedPair:
@@ -152,20 +174,35 @@ def resolve(recipe: Recipe) -> PlannedPair:
     sheet = read_device(recipe.device)
     dtype = recipe.dtype if recipe.dtype != "auto" else "float32" if sheet.capability is None else "bfloat16"
     width: int = getattr(torch, dtype).itemsize
-    stored = STORED if recipe.dtype == "auto" else width
-    arch = resolve_arch(recipe.target)
+    arch, stored = resolve_model(recipe.target, recipe.dtype)
     target = plan_half(recipe.target.model, arch, recipe.target.quantization, width, stored)
     draft, head, own_rows = None, None, arch.vocab_size
     if isinstance(recipe.draft, ModelDraft):
-        own = resolve_arch(recipe.draft)
+        own, own_stored = resolve_model(recipe.draft, recipe.dtype)
         own_rows, padded = own.vocab_size, replace(own, vocab_size=arch.vocab_size)
-        draft = plan_half(recipe.draft.model, padded, recipe.draft.quantization, width, stored)
+        draft = plan_half(recipe.draft.model, padded, recipe.draft.quantization, width, own_stored)
     elif isinstance(recipe.draft, SelfDraft):
         own = _truncated(arch, recipe.draft.layers)
         draft = plan_half(recipe.target.model, own, recipe.draft.quantization, width, stored)
     elif isinstance(recipe.draft, MlpDraft):
         head = mlp_footprint(recipe.draft, arch, width)
-    return PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
+    pair = PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
+    _own_files(pair)
+    return pair
+
+
+def resolve_model(spec: ModelSpec, dtype: Dtype = "auto") -> tuple[ArchMap, int]:
+    """Shape of a model, and bytes of a float of it that is not quantized as `run` would store it; no weights."""
+    config = resolve_config(spec)
+    return arch_from_config(config), stored_width(dtype, config)
+
+
+def stored_width(dtype: Dtype, config: Mapping[str, Any]) -> int:
+    """Bytes of a float in the recipe's dtype, or with `auto` in that of the model's `config.json`."""
+    if dtype != "auto":
+        return int(getattr(torch, dtype).itemsize)
+    only_shape = "_source" in config and not (config.get("dtype") or config.get("torch_dtype"))
+    return STORED if only_shape else source_dtype(config).itemsize
 
 
 def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: int) -> PlannedHalf:
@@ -178,7 +215,8 @@ def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: in
     if spec.engine == "llmcompressor":
         oneshot.refuse(arch, spec, plan, [[0]])
     plain = footprint(original, dict.fromkeys(schemes), None, width)
-    return PlannedHalf(model, arch, spec, plan, schemes, footprint(arch, schemes, plan.kv, width), plain)
+    found = footprint(arch, schemes, plan.kv, width)
+    return PlannedHalf(model, arch, spec, plan, schemes, found, plain, original, stored)
 
 
 def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:
@@ -188,7 +226,16 @@ def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:
 
 
 def _known_data(recipe: Recipe) -> None:
-    """Named data sets have an entry; their rows are looked for by `run`."""
+    """Named data sets have an entry."""
     for name in data_names(recipe):
         if not name.endswith(SUFFIXES):
             dataset(name)
+
+
+def _own_files(pair: PlannedPair) -> None:
+    """Files that the job reads are there; raises `SourceError`."""
+    for name in data_names(pair.recipe, pair.calibrates):
+        source = where_from(name)
+        if source.remote is None and not source.present:
+            rule = f"does not exist (looked at {source.path})"
+            raise SourceError(name, rule, "give the path of a .jsonl, .parquet or .txt file")

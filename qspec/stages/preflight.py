@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qspec.errors import RecipeError
-from qspec.numerics.formats import FP8_E5M2
+from qspec.numerics.formats import FP8_E5M2, INT4
 from qspec.plan import KVScheme, LayerScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import ADA, DeviceSheet
@@ -124,7 +124,11 @@ def pair_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
 def _scheme_findings(sheet: DeviceSheet, scheme: LayerScheme, dtype: str) -> Iterator[Finding]:
     value, sm = f"{scheme.name} on {sheet.name} ({sheet.architecture})", sheet.capability
     fp8 = scheme.weight.fmt.is_float
-    if scheme.activation is not None and not fp8 and sm is not None and not 75 <= sm <= 90:
+    if scheme.activation is not None and scheme.weight.fmt == INT4:
+        rule = "no server multiplies INT4 weights with INT8 inputs but vLLM on Arm CPUs; qspec's own engine (CPU) does"
+        fix = "use scheme: W4A16 or W8A8 to serve it elsewhere"
+        yield Finding("note" if sm is None else "refused", value, rule, fix)
+    elif scheme.activation is not None and not fp8 and sm is not None and not 75 <= sm <= 90:
         yield Finding("refused", value, "INT8 matmul kernels exist for SM75 to SM90 only", "use scheme: FP8_DYNAMIC")
     if fp8 and sm is not None and sm < ADA:
         yield Finding("refused", value, "FP8 matmul needs SM89 or newer", "use scheme: W8A8")

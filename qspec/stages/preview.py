@@ -9,7 +9,7 @@ from qspec.numerics.roofline import bytes_moved, pass_seconds, ridge_rows
 from qspec.plan import KVPart, KVScheme, TensorScheme
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import MlpDraft, Recipe
-from qspec.stages.build_plan import needs_statistics, scheme_label
+from qspec.stages.build_plan import scheme_label
 from qspec.stages.duration import basis
 from qspec.stages.exports import exports, transformers_snippet, vllm_command
 from qspec.stages.footprint import Footprint
@@ -61,7 +61,7 @@ def _half_view(half: PlannedHalf) -> dict[str, Any]:
         "linears": [_group_view(half, label, group.layers) for label, group in half.bytes.groups.items()],
         "mixed": _mixed_view(half.spec),
         "kv": _kv_text(half.plan.kv),
-        "calibrated_for": needs_statistics(half.schemes, half.plan, half.spec),
+        "calibrated_for": half.reasons,
     }
 
 

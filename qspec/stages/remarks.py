@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from qspec.bridges.text import data_names, where_from
 from qspec.schema.recipe import ModelDraft
 from qspec.stages.forecast import ALPHAS, gain
+from qspec.stages.idle import idle_findings
 from qspec.stages.planned import MOST_PADDING, PlannedHalf, PlannedPair
 from qspec.stages.preflight import (
     Finding,
@@ -28,6 +30,8 @@ def remarks(pair: PlannedPair) -> Iterator[Finding]:
     if pair.sheet.capability is not None:
         rule = "`run` computes on the CPU: it makes and checks the pair for this device, and measures no speed"
         yield Finding("note", f"device {pair.sheet.name}", rule, "measure there with the serving engine")
+    yield from _data_findings(pair)
+    yield from idle_findings(pair)
     yield from _memory_findings(pair)
     yield from _budget_findings(pair)
     yield from _speed_findings(pair)
@@ -54,6 +58,21 @@ def _draft_findings(pair: PlannedPair, draft: PlannedHalf) -> Iterator[Finding]:
     if draft.bytes.head_share > 0.2 and not draft.arch.tied:
         rule = f"is {draft.bytes.head_share:.0%} of the bytes a draft step reads, and cannot change the output"
         yield Finding("note", "draft lm_head", rule, "quantize it too with draft.quantization.ignore: []")
+
+
+def _data_findings(pair: PlannedPair) -> Iterator[Finding]:
+    """Named text that the job reads and that is not on this machine. Nothing is fetched, and no row is read."""
+    for name in data_names(pair.recipe, pair.calibrates):
+        source = where_from(name)
+        if source.present:
+            continue
+        looked = f"is not at {source.path}"
+        fix = "set QSPEC_DATA to the folder that holds it, or name a file of your own"
+        if source.offline:
+            rule = f"{looked}, and {source.offline} forbids to fetch it from {source.remote}"
+            yield Finding("warning", f"data set {name}", rule, f"{fix}, or unset {source.offline}")
+        else:
+            yield Finding("note", f"data set {name}", f"{looked}; `run` fetches it from {source.remote}", fix)
 
 
 def _memory_findings(pair: PlannedPair) -> Iterator[Finding]:

@@ -7,8 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from qspec.bridges.text import calibration_rows
 from qspec.errors import RecipeError
 from qspec.progress import Progress
@@ -23,7 +21,7 @@ from qspec.stages.build_plan import build_plan
 from qspec.stages.document import Block, Document, Heading, Table, number, size
 from qspec.stages.inspect_model import fitting_group
 from qspec.stages.load import load, resolve_arch
-from qspec.stages.package import source_dtype
+from qspec.stages.planned import resolve_model, stored_width
 from qspec.stages.prepare import prepare, prepared_arch
 from qspec.stages.sensitivity import kept_scores
 from qspec.stages.units import candidate_schemes, labels
@@ -59,16 +57,23 @@ def look(
     progress, recipe = progress or Progress(), _recipe(reference, bits, overrides)
     spec = recipe.target.quantization
     budgets = _budgets(spec, bits)
-    planned = prepared_arch(resolve_arch(recipe.target), spec)
+    arch, width = resolve_model(recipe.target, recipe.dtype)
+    planned = prepared_arch(arch, spec)
     for budget in budgets:
-        assumed_plan(_with(spec, budget), build_plan(spec), planned, _width(recipe, {}))
+        assumed_plan(_with(spec, budget), build_plan(spec), planned, width)
     model = load(recipe.target)
     rows = calibration_rows(recipe.calibration, model.tokenizer, recipe.seed)
     model, _ = prepare(model, spec, recipe.seed)
     with TemporaryDirectory() as folder:
         kept = out or Path(folder) / "sensitivity.json"
         scores = kept_scores(
-            kept, model, rows, _with(spec, budgets[0]), _width(recipe, model.config), recipe.seed, progress
+            kept,
+            model,
+            rows,
+            _with(spec, budgets[0]),
+            stored_width(recipe.dtype, model.config),
+            recipe.seed,
+            progress,
         )
     progress.close()
     solutions = tuple(solve(scores, _with(spec, budget), build_plan(spec), model.arch) for budget in budgets)
@@ -193,10 +198,3 @@ def _budgets(spec: QuantSpec, bits: Sequence[float]) -> tuple[MixedSpec, ...]:
 
 def _with(spec: QuantSpec, mixed: MixedSpec) -> QuantSpec:
     return spec.model_copy(update={"mixed": mixed})
-
-
-def _width(recipe: Recipe, config: Any) -> int:
-    """Bytes of a value that is not quantized, as `qspec run` would store it; 2 before that is known."""
-    if recipe.dtype != "auto":
-        return int(getattr(torch, recipe.dtype).itemsize)
-    return source_dtype(config).itemsize if config else 2

@@ -34,6 +34,7 @@ SPECS = {
     "w8a8": QuantSpec(scheme="W8A8"),
     "w4a16_g64": QuantSpec(scheme="W4A16", group_size=64),
     "w4a16_g32_head": QuantSpec(scheme="W4A16", group_size=32, ignore=()),
+    "w4a8_g32_head": QuantSpec(scheme="W4A8", group_size=32, ignore=()),
     "mixed": QuantSpec(scheme="W8A8", rules=MIXED, clip=ClipSpec(method="mse")),
     "kv_tensor": QuantSpec(scheme="FP8", kv=KVSpec()),
     "kv_head": QuantSpec(scheme="W8A8", kv=KVSpec(granularity="head")),
@@ -58,7 +59,8 @@ def same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8_static", "fp8_dynamic", "fp8_block", "w8a8", "w4a16_g64", "w4a16_g32_head", "mixed"]
+    "name",
+    ["fp8_static", "fp8_dynamic", "fp8_block", "w8a8", "w4a16_g64", "w4a16_g32_head", "w4a8_g32_head", "mixed"],
 )
 def test_transformers_computes_the_same(source: Path, tmp_path: Path, name: str) -> None:
     """Would catch a wrong scale shape, packing order, target or status: all load, and compute something else."""

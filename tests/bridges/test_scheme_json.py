@@ -11,7 +11,7 @@ from qspec.numerics.formats import FP8_E5M2, INT4
 from qspec.plan import LayerScheme, TensorScheme
 from qspec.stages.build_plan import layer_scheme
 
-NAMES = ("W8A8", "W8A8_STATIC", "FP8", "FP8_STATIC", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16")
+NAMES = ("W8A8", "W8A8_STATIC", "FP8", "FP8_STATIC", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A8")
 OWN = LayerScheme("OWN", TensorScheme(FP8_E5M2, PerGroup(32), clip=Clip("percentile", 99.5)), None, 0.25)
 ZEROS = LayerScheme("ZEROS", TensorScheme(INT4, PerGroup(64), symmetric=False, clip=Clip("mse")))
 

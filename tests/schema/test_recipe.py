@@ -209,7 +209,7 @@ quantizations = st.builds(
     QuantSpec,
     engine=st.just("qspec"),
     method=st.sampled_from(("rtn", "gptq")),
-    scheme=st.sampled_from(["W8A8", "FP8", "FP8_BLOCK", "W4A16", "none"]),
+    scheme=st.sampled_from(["W8A8", "FP8", "FP8_BLOCK", "W4A16", "W4A8", "none"]),
     group_size=st.integers(1, 4096),
     clip=st.builds(ClipSpec, percentile=st.floats(51, 100)),
     smoothing=st.none() | st.builds(SmoothingSpec, strength=st.just("auto") | unit),

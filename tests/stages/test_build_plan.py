@@ -42,6 +42,7 @@ ARCH = ArchMap(
         ("FP8_DYNAMIC", ("fp8_e4m3", PerChannel(), False), ("fp8_e4m3", PerToken(), True)),
         ("FP8_BLOCK", ("fp8_e4m3", PerBlock(128, 128), False), ("fp8_e4m3", PerGroup(128), True)),
         ("W4A16", ("int4", PerGroup(64), False), None),
+        ("W4A8", ("int4", PerGroup(64), False), ("int8", PerToken(), True)),
     ],
 )
 def test_schemes_are_the_presets_of_that_name(name: str, weight: tuple, activation: tuple | None):

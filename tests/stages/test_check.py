@@ -15,6 +15,7 @@ from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import IntegrityError, PairError
 from qspec.schema.manifest import FileEntry
 from qspec.stages.check import check, check_tokenizers, lint, read_manifest
+from qspec.stages.open_pair import open_pair
 from qspec.stages.package import package
 from tests.stages.pairs import halves, recipe
 
@@ -38,6 +39,20 @@ def test_an_intact_pair(whole: Path) -> None:
     assert target.startswith("target: 14 x W8A8, 1 x none")
     assert draft.startswith("draft: 7 x W4A16, 1 x none")
     assert "300 tokens" in tokenizer
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("name", ["q_proj.weight_scale", "k_scale"])
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_a_damaged_scale_does_not_open(pair: Path, half: str, name: str, value: float) -> None:
+    """Would catch a pair that answers in garbage, or in a stack trace, where its checksums were not asked for."""
+    file = pair / half / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in read_tensors(file).items()}
+    scale = tensors[f"model.layers.0.self_attn.{name}"]
+    scale.view(-1)[0] = value
+    write_tensors(file, tensors)
+    with pytest.raises(IntegrityError, match=rf"{half}: model\.layers\.0.*{name}: scales are finite.*intact copy"):
+        open_pair(pair)
 
 
 def test_any_changed_byte_is_found(pair: Path) -> None:

@@ -178,6 +178,32 @@ def test_what_an_architecture_costs_in_transformers():
         assert part in found.detail
 
 
+def test_a_quantized_head_is_told():
+    """Would catch a head in codes that is promised like every other layer, or told of where it stays in float."""
+    assert "lm_head" not in line(recipe("cpu"), "vllm", "target")[1]
+    for rules in ([], [{"match": "lm_head", "scheme": "W8A8"}]):
+        quantization = {"ignore": [], "rules": rules}
+        both = recipe("cpu", quantization, {"kind": "self", "quantization": quantization})
+        for half in ("target", "draft"):
+            served, detail = line(both, "vllm", half)
+            assert served
+            assert "lm_head is quantized too" in detail
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_integer_4_bit_products_are_no_server_s(half: str):
+    """Would catch INT4 weights under INT8 inputs offered to vLLM, which has a kernel for them on Arm CPUs only."""
+    quantization = {"scheme": "W4A8", "group_size": 32}
+    kinds = {
+        "target": recipe("cpu", quantization),
+        "draft": recipe("cpu", draft={"kind": "self", "quantization": quantization}),
+    }
+    served, detail = line(kinds[half], "vllm", half)
+    assert not served
+    assert "Arm" in detail
+    assert line(kinds[half], "transformers", half)[0]
+
+
 def test_suffix_becomes_vllm_s_method():
     """Would catch keys that vLLM rejects for suffix decoding, a memory that it must not keep, a package left unsaid."""
     draft = {"kind": "suffix", "max_match": 20, "across_requests": False}

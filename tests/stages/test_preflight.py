@@ -43,6 +43,8 @@ def said(device: str, scheme: str = "none", kv: KVScheme | None = None, dtype: s
         ("b200", "FP8", "auto", "note", "prefill"),
         ("rtx4090", "FP8_DYNAMIC", "auto", "note", "INT8 has twice"),
         ("cpu", "FP8", "auto", "note", "no FP8 matmul"),
+        ("cpu", "W4A8", "auto", "note", "Arm CPUs"),
+        ("h100", "W4A8", "auto", "refused", "Arm CPUs"),
     ],
 )
 def test_scheme_rules(device: str, scheme: str, dtype: str, level: str, part: str):

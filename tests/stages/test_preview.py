@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from qspec.errors import RecipeError
+from qspec.errors import RecipeError, SourceError
 from qspec.records import LAYER_LINEARS
 from qspec.schema.recipe import Recipe
+from qspec.stages.planned import resolve
 from qspec.stages.preview import admit, preview
 from qspec.stages.preview_text import duration, render, size
 
@@ -197,3 +198,70 @@ def test_rotation_is_planned_with_its_own_head():
     assert rotated["parameters"] == plain["parameters"] + 151936 * 896
     with pytest.raises(RecipeError, match=r"rotation\.r4 on h100"):
         admit(read("llama-3.1-8b-fp8-h100", *base, f"{spec}={{r4: true}}"))
+
+
+def _on_disk(folder: Path, dtype: str | None, quantization: dict[str, Any], **sections: Any) -> Recipe:
+    """A recipe on a small shape that says its dtype."""
+    shape = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+    shape |= {"dtype": dtype} if dtype else {}
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    target = {"model": str(folder), "quantization": quantization}
+    return Recipe.model_validate({"name": "t", "target": target, "draft": {"kind": "ngram"}, **sections})
+
+
+@pytest.mark.parametrize(("dtype", "reach"), [("bfloat16", "16.000"), ("float32", "32.000"), (None, "32.000")])
+def test_budgets_count_floats_as_the_checkpoint_stores_them(tmp_path: Path, dtype: str | None, reach: str) -> None:
+    """Would catch a budget that plan takes and run refuses, or the reverse: floats of 4 bytes counted as 2."""
+    spec = {"mixed": {"bits": 4, "candidates": ["W8A8", "none"]}}
+    with pytest.raises(RecipeError, match="reach") as caught:
+        resolve(_on_disk(tmp_path, dtype, spec))
+    assert caught.value.rule.endswith(reach)
+
+
+def test_data_that_is_not_here_is_told_without_reading_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a plan that is content with text which the job then cannot get, hours or a network later."""
+    monkeypatch.setenv("QSPEC_DATA", str(tmp_path))
+    quiet: dict[str, Any] = {"evaluation": {"fidelity": {"data": "wikitext2"}, "tasks": []}}
+    job = _on_disk(tmp_path, "float32", {"kv": {}}, **quiet, calibration={"data": [{"name": "gutenberg"}]})
+    for offline, level in (("1", "warning"), ("0", "note")):
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            monkeypatch.setenv(name, offline)
+        found = [line for line in remarks(preview(job), level).splitlines() if line.startswith("data set")]
+        assert [line.split(":")[0] for line in found] == [
+            f"data set {n}" for n in ("gutenberg", "wikitext2", "spec_bench")
+        ]
+        assert all(str(tmp_path) in line and "QSPEC_DATA" in line for line in found)
+        assert all(("HF_HUB_OFFLINE" in line) == (level == "warning") for line in found)
+    plain = _on_disk(tmp_path, "float32", {}, **quiet, calibration={"data": [{"name": "gutenberg"}]})
+    assert "gutenberg" not in remarks(preview(plain), "note")  # rounding needs no text
+    absent = _on_disk(tmp_path, "float32", {}, **quiet, benchmark={"prompts": str(tmp_path / "absent.jsonl")})
+    with pytest.raises(SourceError, match=r"absent\.jsonl: does not exist .*give the path"):
+        preview(absent)
+
+
+def test_every_long_stage_has_its_time(tmp_path: Path) -> None:
+    """Would catch hours of sensitivity, KV choice or error feedback that the estimate leaves out."""
+    plain: dict[str, Any] = {"scheme": "W4A16", "group_size": 32}
+    base = _seconds(_on_disk(tmp_path, "float32", plain))
+    assert base.keys() == {"load", "quantize", "fidelity", "mmlu_pro", "benchmark"}
+    asked = {
+        "gptq": plain | {"method": "gptq"},
+        "sensitivity": {"group_size": 32, "mixed": {"bits": 9}},
+        "KV choice": plain | {"kv": {"scales": "auto"}},
+        "calibrate": plain | {"kv": {}},
+    }
+    for stage, spec in asked.items():
+        assert _seconds(_on_disk(tmp_path, "float32", spec))[stage] > 0
+    searched = plain | {"scheme": "FP8", "activation_scales": "auto", "fp8_format": "adaptive"}
+    for more in (searched, plain | {"smoothing": {}}, plain | {"clip": {"method": "mse"}}):
+        assert _seconds(_on_disk(tmp_path, "float32", more))["quantize"] > 1.5 * base["quantize"]
+    by_logits = {"group_size": 32, "mixed": {"bits": 9, "metric": "kl"}}
+    twice = _seconds(_on_disk(tmp_path, "float32", asked["gptq"], calibration={"samples": 128}))["gptq"]
+    assert twice > 1.5 * _seconds(_on_disk(tmp_path, "float32", asked["gptq"]))["gptq"]
+    assert _seconds(_on_disk(tmp_path, "float32", by_logits))["sensitivity"] > 0
+    assert "an estimate" in preview(_on_disk(tmp_path, "float32", plain))["time"]["basis"]
+
+
+def _seconds(recipe: Recipe) -> dict[str, float]:
+    return {step["stage"]: step["seconds"] for step in preview(recipe)["time"]["stages"]}
