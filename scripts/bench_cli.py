@@ -1,7 +1,7 @@
 """What benchmarks of a matrix share: their options, and the form of a baseline file."""
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import json
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ from qspec.eval_files import eval_dir
 from qspec.provenance import atomic_write
 
 
-def read_options(description: str | None, matrix: str) -> argparse.Namespace:
-    """The options of the command line, threads set and warnings off; `matrix` is the default one's file name."""
+def read_options(
+    description: str | None, matrix: str, add: Callable[[argparse.ArgumentParser], object] = lambda _: None
+) -> argparse.Namespace:
+    """The options of the command line, threads set, warnings off; `matrix`: the default one's file; `add` adds more."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--matrix", type=Path, default=eval_dir() / "matrices" / matrix)
     parser.add_argument("--only", default="", metavar="PATTERN")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--threads", type=int)
+    add(parser)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
