@@ -4,17 +4,24 @@
 // Letters: T rows (tokens), K inputs, N outputs, D head size, L positions. A *panel* is eight outputs.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 namespace qspec {
 
-enum WeightKind : int32_t { F32, BF16, F16, FP8_E4M3, INT8, INT4, INT8_DOT };
-enum InputKind : int32_t { FLOAT_INPUT, INT8_INPUT, FP8_INPUT };
+enum WeightKind : int32_t { F32, BF16, F16, FP8_E4M3, INT8, INT4, INT8_DOT, INT4_DOT };
+enum InputKind : int32_t { FLOAT_INPUT, INT8_INPUT, FP8_INPUT, INT8_GROUP_INPUT };
 enum Activation : int32_t { SILU, GELU_TANH };
 enum CacheKind : int32_t { FLOAT_CACHE, INT8_CACHE, FP8_CACHE };
 
-// A weight [N, K] in panels. Codes: [N/8][K][8]; INT8_DOT [N/8][K/2][8][2]; INT4 [N/8][K/8][8] int32, nibble j of a
+// A weight [N, K] in panels. Codes: [N/8][K][8]; INT4 [N/8][K/8][8] int32, nibble j of a
 // word is input j of eight. Short panels and inputs are filled with zeros. Scales [N/8][groups][8], null: all 1.
-// Bias [N/8][8] or null. INT8_INPUT belongs to INT8_DOT alone. input_scale 0: a scale per row, made from its largest.
+// Bias [N/8][8] or null. input_scale 0: a scale per row, made from its largest.
+//
+// INT8_DOT [N/8][K/4][8][4], K filled up to a multiple of 8. It and INT4_DOT multiply integers: their inputs are INT8_INPUT (a scale per row) or INT8_GROUP_INPUT (a scale
+// per row and group of the weight), and no other kind has those. A group is all of K, or a multiple of 32.
+// INT4_DOT [N/8][K/8][8][4] bytes, K a multiple of 32: byte j of a lane's word holds input j of eight in its low half and
+// input 4 + j in its high half, as unsigned codes 0 to 15 (a signed code + 8). `zero` [N/8][groups][8] int8 is what
+// stands for 0, 0 to 15; null: 8 (symmetric codes). Other kinds have no `zero`.
 struct Matrix {
   int32_t kind, input, n, k, group;
   float input_scale;
@@ -22,18 +29,23 @@ struct Matrix {
   int64_t bytes;
   const float* scale;
   const float* bias;
+  const int8_t* zero;
 
   int panels() const { return (n + 7) / 8; }
   int groups() const { return k / group; }
 };
 
-// T rows of inputs as a matrix reads them: floats, or int8 codes (widened) with a scale per row.
+// T rows of inputs as a matrix reads them: floats [T][stride], or int8 codes [T][stride] with scales and sums of codes
+// [T][groups()]: a sum per group of the weight, a scale per group or the first one for all. Strides: multiples of 64.
 struct Rows {
   float* values;
-  int16_t* codes;
+  int8_t* codes;
   float* scale;
+  int32_t* sums;
   int64_t stride;
   int count;
+
+  int64_t groups() const { return stride / 32; }
 };
 
 // One layer's keys and values of one KV head. Keys lie [L/8][D][8], so that eight positions are eight lanes; values
@@ -59,8 +71,8 @@ struct Kernels {
   void (*embed)(const Matrix& m, bool in_panels, int64_t token, float factor, float* y);
   // RMSNorm of a row; gains hold the architecture's offset already.
   void (*norm)(const float* x, const float* gain, float eps, int n, float* y);
-  // A row under its own scale (or a given one) as int8 codes, widened to int16: round half to even.
-  void (*quantize_int8)(const float* x, int n, float fixed_scale, int16_t* codes, float* scale);
+  // Floats to codes, scales and sums of row t as an integer matrix reads them: round half to even.
+  void (*quantize_int8)(const float* x, const Matrix& m, const Rows& rows, int t);
   // A row rounded to e4m3 under its own scale (or a given one), in place.
   void (*round_fp8)(float* x, int n, float fixed_scale);
   // Outputs of panels [first, last) for all rows: out[t][8 * (panel - first) + lane].
@@ -71,16 +83,28 @@ struct Kernels {
   void (*rotate)(float* x, const float* cos, const float* sin, int rotary);
   void (*store_key)(int kind, HeadCache cache, const float* x, int dim, int position);
   void (*store_value)(int kind, HeadCache cache, const float* x, int dim, int position);
-  // Softmax attention of one query over what it sees. scores: room for span.end + 16 floats.
-  void (*attend)(int kind, HeadCache cache, const float* q, int dim, const Span& span, float scale, float* scores,
-                 float* y);
+  // Softmax attention of one query over what it sees; scores are soft-capped unless cap is 0. scores: room for
+  // span.end + 16 floats.
+  void (*attend)(int kind, HeadCache cache, const float* q, int dim, const Span& span, float scale, float cap,
+                 float* scores, float* y);
+  // Sum of `count` floats, a multiple of 64, read as fast as memory gives them.
+  float (*read)(const float* data, int64_t count);
   // Copy a position's key and value over another one's.
   void (*move_position)(int kind, HeadCache cache, int dim, int from, int to);
+  // x becomes cap * tanh(factor * x / cap).
+  void (*soft_cap)(float* x, int n, float factor, float cap);
 };
 
-extern const Kernels portable_kernels;
-#if defined(__x86_64__)
-extern const Kernels avx2_kernels;
-#endif
+// Null: not compiled here.
+extern const Kernels* const portable_kernels;
+extern const Kernels* const avx2_kernels;
+extern const Kernels* const avx512_kernels;
+extern const Kernels* const amx_kernels;
+
+// Those that run here, the fastest first; one of them by its name, or with null the fastest. Null: there is none.
+const std::vector<const Kernels*>& instruction_sets();
+const Kernels* kernels_named(const char* name);
+// Whether integer matmuls give the bits that plain C++ gives. A set that fails is not used.
+bool agrees_with_portable(const Kernels& kernels);
 
 }  // namespace qspec

@@ -45,19 +45,6 @@ float scale_of(const float* x, int n, float fixed_scale, float qmax) {
   return scale > SCALE_FLOOR ? scale : SCALE_FLOOR;
 }
 
-void quantize_int8(const float* x, int n, float fixed_scale, int16_t* codes, float* scale) {
-  *scale = scale_of(x, n, fixed_scale, 127.0f);
-  const F8 low = splat(-128.0f), high = splat(127.0f), s = splat(*scale);
-  int i = 0;
-  for (; i + 8 <= n; i += 8) store_i16(codes + i, round_even(max(min(load(x + i) / s, high), low)));
-  if (i == n) return;
-  float tail[8] = {};
-  std::memcpy(tail, x + i, sizeof(float) * static_cast<size_t>(n - i));
-  int16_t rest[8];
-  store_i16(rest, round_even(max(min(load(tail) / s, high), low)));
-  std::memcpy(codes + i, rest, sizeof(int16_t) * static_cast<size_t>(n - i));
-}
-
 // e4m3 bits of a float, saturating, ties to even. Below 2^-6 codes are steps of 2^-9; code 8 is 2^-6 itself.
 inline uint8_t e4m3(float x) {
   const uint32_t sign = (bits_of(x) >> 24) & 0x80u;
@@ -97,6 +84,19 @@ void embed(const Matrix& m, bool in_panels, int64_t token, float factor, float* 
   }
 }
 
+// Four streams, as a tile of weights is read.
+float read(const float* data, int64_t count) {
+  const int64_t part = count / 4;
+  F8 sums[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+  for (int64_t i = 0; i < part; i += 16)
+    UNROLL for (int s = 0; s < 4; ++s) {
+      const float* at = data + s * part + i;
+      __builtin_prefetch(at + 1024);
+      sums[s] = sums[s] + (load(at) + load(at + 8));
+    }
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
 // ---- matmul ---------------------------------------------------------------------------------------------------------
 //
 // A tile is P panels by R rows, with P * R accumulators in registers: per input k, P weight vectors are loaded (and
@@ -119,6 +119,15 @@ inline void put(const Tile& t, int p, int r, F8 y) {
   if (t.w.bias) y = y + load(t.w.bias + (t.panel + p) * 8);
   store(t.out + r * t.out_stride + p * 8, y);
 }
+
+}  // namespace
+
+#include "integers.h"
+#if defined(QSPEC_AMX)
+#include "amx.h"
+#endif
+
+namespace {
 
 // How a kind of code becomes floats: STEP inputs of one panel are read at once.
 struct FromF32 {
@@ -184,27 +193,6 @@ void float_tile(const Tile& t, const typename From::Code* codes, int64_t panel_c
     UNROLL for (int r = 0; r < R; ++r) put(t, p, r, total[p][r]);
 }
 
-// Exact integer products: int8 pairs widened to int16, added in pairs into int32.
-template <int P, int R>
-void int8_tile(const Tile& t, const int8_t* codes, int64_t panel_codes) {
-  const int pairs = (t.w.k + 1) / 2;
-  const int16_t* x = t.x.codes + t.row * t.x.stride;
-  I8 acc[P][R];
-  UNROLL for (int p = 0; p < P; ++p)
-    UNROLL for (int r = 0; r < R; ++r) acc[p][r] = zero_i32();
-  for (int i = 0; i < pairs; ++i) {
-    I8 w[P];
-    UNROLL for (int p = 0; p < P; ++p) w[p] = load_pairs(codes + p * panel_codes + i * 16);
-    UNROLL for (int r = 0; r < R; ++r) {
-      const I8 input = splat_pair(x + r * t.x.stride + 2 * i);
-      UNROLL for (int p = 0; p < P; ++p) acc[p][r] = dot_pairs(acc[p][r], w[p], input);
-    }
-  }
-  UNROLL for (int p = 0; p < P; ++p)
-    UNROLL for (int r = 0; r < R; ++r)
-      put(t, p, r, to_float(acc[p][r]) * splat(t.x.scale[t.row + r]) * scale_at(t.w, t.panel + p, 0));
-}
-
 template <class From>
 struct FloatTile {
   using Code = typename From::Code;
@@ -213,12 +201,6 @@ struct FloatTile {
     float_tile<From, P, R>(t, codes, panel_codes);
   }
 };
-struct Int8Tile {
-  using Code = int8_t;
-  template <int P, int R>
-  static void run(const Tile& t, const Code* codes, int64_t panel_codes) { int8_tile<P, R>(t, codes, panel_codes); }
-};
-
 // `count` panels by R rows, in tiles of as many accumulators as registers hold.
 template <class Kind, int R>
 void panels(Tile t, const typename Kind::Code* codes, int64_t panel_codes, int count) {
@@ -258,17 +240,21 @@ void decoded(Tile t, int count, float* scratch) {
 }
 
 void matmul(const Matrix& w, const Rows& x, int first, int last, float* scratch, float* out, int64_t out_stride) {
+#if defined(QSPEC_AMX)
+  if (w.kind == qspec::INT8_DOT && takes_tiles(w, x)) return tile_matmul(w, x, first, last, scratch, out, out_stride);
+#endif
+  if (w.kind == qspec::INT4_DOT) return integer_matmul<Int4Codes>(w, x, first, last, out, out_stride);
+  if (w.kind == qspec::INT8_DOT && w.input_scale > 0.0f)  // given scales clip inputs to -128 too
+    return integer_matmul<Int8Codes<AnySignedBytes>>(w, x, first, last, out, out_stride);
+  if (w.kind == qspec::INT8_DOT) return integer_matmul<Int8Codes<SignedBytes>>(w, x, first, last, out, out_stride);
   const int at_once = x.count <= 2 ? 4 : 2;  // panels that stay in the cache while all rows pass
   for (int panel = first; panel < last; panel += at_once) {
     const int count = last - panel < at_once ? last - panel : at_once;
     const Tile t{w, panel, x, 0, out + (panel - first) * 8, out_stride};
-    const int64_t floats = int64_t(w.k) * 8, bytes = int64_t((w.k + 1) / 2) * 16;
+    const int64_t floats = int64_t(w.k) * 8;
     switch (w.kind) {
       case qspec::F32:
         all_rows<FloatTile<FromF32>>(t, static_cast<const float*>(w.codes) + panel * floats, floats, count);
-        break;
-      case qspec::INT8_DOT:
-        all_rows<Int8Tile>(t, static_cast<const int8_t*>(w.codes) + panel * bytes, bytes, count);
         break;
       case qspec::BF16: decoded<FromBF16>(t, count, scratch); break;
       case qspec::F16: decoded<FromF16>(t, count, scratch); break;
@@ -373,6 +359,19 @@ inline void times_scales(float* scores, const float* scale, const Span& span) {
   for (int l = span.begin; l < span.end; ++l) scores[l] *= scale[span.slot(l)];
 }
 
+// tanh(y) is 1 - 2 / (e^(2 y) + 1), good to about 1e-7 of the cap.
+void soft_cap(float* x, int n, float factor, float cap) {
+  const F8 one = splat(1.0f), two = splat(2.0f), twice = splat(2.0f * factor / cap);
+  const auto capped = [&](F8 v) { return splat(cap) * (one - two / (exp(v * twice) + one)); };
+  int i = 0;
+  for (; i + 8 <= n; i += 8) store(x + i, capped(load(x + i)));
+  if (i == n) return;
+  float tail[8] = {};
+  std::memcpy(tail, x + i, sizeof(float) * static_cast<size_t>(n - i));
+  store(tail, capped(load(tail)));
+  std::memcpy(x + i, tail, sizeof(float) * static_cast<size_t>(n - i));
+}
+
 // Softmax in place, but for the division: returns what to divide by. Lanes outside of the span count for nothing.
 float weigh(float* scores, const Span& span, float factor) {
   const int first = span.begin / 8 * 8, last = (span.end + 7) / 8 * 8;
@@ -392,13 +391,19 @@ float weigh(float* scores, const Span& span, float factor) {
 }
 
 template <class From>
-void attend_as(int kind, HeadCache c, const float* q, int dim, const Span& span, float scale, float* scores, float* y) {
+void attend_as(int kind, HeadCache c, const float* q, int dim, const Span& span, float scale, float cap, float* scores,
+               float* y) {
   const auto* keys = static_cast<const typename From::Code*>(c.keys);
   const auto* values = static_cast<const typename From::Code*>(c.values);
   const bool int8 = kind == qspec::INT8_CACHE, fp8 = kind == qspec::FP8_CACHE;
   dot_products<From>(q, keys, dim, span, scores);
   if (int8) times_scales(scores, c.key_scale, span);
-  const float mass = weigh(scores, span, fp8 ? scale * *c.key_scale * 256.0f : scale);
+  if (fp8) scale *= *c.key_scale * 256.0f;
+  if (cap > 0.0f) {
+    soft_cap(scores + span.begin, span.end - span.begin, scale, cap);
+    scale = 1.0f;
+  }
+  const float mass = weigh(scores, span, scale);
   if (int8) times_scales(scores, c.value_scale, span);
   int d = 0;
   for (; d + 64 <= dim; d += 64) weighted_values<From, 8>(scores, values + d, dim, span, y + d);
@@ -408,11 +413,12 @@ void attend_as(int kind, HeadCache c, const float* q, int dim, const Span& span,
   for (d = 0; d < dim; d += 8) store(y + d, load(y + d) * share);
 }
 
-void attend(int kind, HeadCache c, const float* q, int dim, const Span& span, float scale, float* scores, float* y) {
+void attend(int kind, HeadCache c, const float* q, int dim, const Span& span, float scale, float cap, float* scores,
+            float* y) {
   switch (kind) {
-    case qspec::FLOAT_CACHE: return attend_as<FromF32>(kind, c, q, dim, span, scale, scores, y);
-    case qspec::INT8_CACHE: return attend_as<FromINT8>(kind, c, q, dim, span, scale, scores, y);
-    case qspec::FP8_CACHE: return attend_as<FromFP8>(kind, c, q, dim, span, scale, scores, y);
+    case qspec::FLOAT_CACHE: return attend_as<FromF32>(kind, c, q, dim, span, scale, cap, scores, y);
+    case qspec::INT8_CACHE: return attend_as<FromINT8>(kind, c, q, dim, span, scale, cap, scores, y);
+    case qspec::FP8_CACHE: return attend_as<FromFP8>(kind, c, q, dim, span, scale, cap, scores, y);
   }
 }
 
@@ -432,7 +438,11 @@ void move_position(int kind, HeadCache c, int dim, int from, int to) {
 }  // namespace
 
 namespace qspec {
-extern const Kernels QSPEC_TABLE;
-const Kernels QSPEC_TABLE = {QSPEC_NAME, embed,  norm,      quantize_int8, round_fp8, matmul,
-                             gate,       rotate, store_key, store_value,   attend,    move_position};
+namespace {
+const Kernels TABLE = {QSPEC_NAME, embed,  norm,      quantize_int8, round_fp8, matmul,
+                       gate,       rotate, store_key, store_value,   attend,    read,
+                       move_position, soft_cap};
+}
+extern const Kernels* const QSPEC_TABLE;
+const Kernels* const QSPEC_TABLE = &TABLE;
 }  // namespace qspec

@@ -6,12 +6,14 @@
 //   attention                      piece: a query of one head
 //   o, down                        piece: some panels; added to the residual stream at once
 //   gate/up                        piece: some pairs of panels; activation at once
+//   mixtures                       piece: some panels of one expert, for all rows that chose it
 //   head                           piece: some panels; logits, or the best token so far
 #include "model.h"
 
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -87,23 +89,37 @@ Buffer<T> zeros(size_t count) {
 }
 
 // Row t of a matmul's inputs: copied (unless it is there already) and rounded as the matrix reads it.
-void prepare_row(const Kernels& run, const Matrix& m, const float* x, const Rows& rows, int t) {
+void prepare_row(const Kernels& run, const Weight& m, const float* x, const Rows& rows, int t) {
   float* values = rows.values + t * rows.stride;
-  if (m.input == INT8_INPUT) {
-    int16_t* codes = rows.codes + t * rows.stride;
-    run.quantize_int8(x, m.k, m.input_scale, codes, rows.scale + t);
-    if (m.k % 2) codes[m.k] = 0;
+  if (m.input == INT8_INPUT || m.input == INT8_GROUP_INPUT) {
+    run.quantize_int8(x, m, rows, t);
+    if (m.outlier_ends && x != values) std::memcpy(values, x, sizeof(float) * m.k);  // these read unrounded inputs
     return;
   }
   if (x != values) std::memcpy(values, x, sizeof(float) * m.k);
   if (m.input == FP8_INPUT) run.round_fp8(values, m.k, m.input_scale);
 }
 
+// What the weights kept apart add to the outputs of panels [first, first + count).
+void add_outliers(const Weight& m, const Rows& x, int first, int count, float* out, int64_t out_stride) {
+  if (!m.outlier_ends) return;
+  for (int n = first * 8; n < (first + count) * 8; ++n) {
+    const int begin = m.outlier_ends[n], end = m.outlier_ends[n + 1];
+    for (int t = 0; t < x.count && begin < end; ++t) {
+      const float* values = x.values + t * x.stride;
+      float total = 0.0f;
+      for (int i = begin; i < end; ++i) total += m.outlier_values[i] * values[m.outlier_inputs[i]];
+      out[t * out_stride + n - first * 8] += total;
+    }
+  }
+}
+
 struct Thread {
   Buffer<float> out, scratch, scores, values, row_scale, best;
-  Buffer<int16_t> codes;
+  Buffer<int8_t> codes;
+  Buffer<int32_t> sums;
   Buffer<int64_t> best_token;
-  Rows rows() const { return {values.get(), codes.get(), row_scale.get(), 0, 0}; }
+  Rows rows() const { return {values.get(), codes.get(), row_scale.get(), sums.get(), 0, 0}; }
 };
 
 }  // namespace
@@ -165,17 +181,30 @@ struct Row {
   int position() const { return span.end - 1; }
 };
 
+// A row's way through one expert.
+struct Choice {
+  int row, expert;
+  float weight;
+};
+
 class Model {
  public:
   Model(Pool& pool, const Shape& shape, const Kernels& kernels)
       : pool_(pool), s_(shape), run_(kernels), layers_(shape.layers), ropes_(2 * shape.ropes) {
-    const size_t dims = size_t(s_.heads) * s_.head_dim, features = rounded_up(s_.intermediate, 8);
-    const size_t widest = rounded_up(std::max({size_t(s_.hidden), dims, features}), 8);
+    const size_t dims = size_t(s_.heads) * s_.head_dim, choices = BLOCK * size_t(s_.experts_per_token);
+    const size_t features = rounded_up(s_.intermediate, 8), expert_features = rounded_up(s_.expert_size, 8);
+    const size_t widest = rounded_up(std::max({size_t(s_.hidden), dims, features, expert_features}), 64);
     row_stride_ = static_cast<int64_t>(widest);
     hidden_ = zeros<float>(BLOCK * widest);
     query_ = zeros<float>(BLOCK * dims);
     mixed_ = zeros<float>(BLOCK * dims);
-    gated_ = zeros<float>(BLOCK * features);
+    gated_ = zeros<float>(std::max(BLOCK * features, choices * expert_features));
+    added_ = zeros<float>(std::max(size_t{BLOCK}, choices) * widest);
+    routing_ = zeros<float>(BLOCK * size_t(s_.experts));
+    chosen_ = scratch_for(choices, widest);
+    choices_.resize(choices);
+    order_.resize(choices);
+    expert_begin_.resize(s_.experts + 1);
     shared_ = scratch_for(BLOCK, widest);
     for (int i = 0; i < pool.size(); ++i) {
       threads_.push_back(scratch_for(OWN_ROWS, widest));
@@ -194,7 +223,12 @@ class Model {
     layer.mlp_norm = arena_.copy(given.mlp_norm, s_.hidden);
     layer.q_norm = arena_.copy(given.q_norm, s_.head_dim);
     layer.k_norm = arena_.copy(given.k_norm, s_.head_dim);
-    for (Matrix* m : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) keep(*m);
+    layer.attention_post_norm = arena_.copy(given.attention_post_norm, s_.hidden);
+    layer.mlp_post_norm = arena_.copy(given.mlp_post_norm, s_.hidden);
+    for (Weight* m : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down, &layer.router})
+      if (m->codes) keep(*m);
+    layer.experts = arena_.copy(given.experts, 2 * size_t(s_.experts));
+    for (int e = 0; layer.experts && e < 2 * s_.experts; ++e) keep(const_cast<Weight&>(layer.experts[e]));
     layer.key_scale = arena_.copy(given.key_scale, s_.kv_heads);
     layer.value_scale = arena_.copy(given.value_scale, s_.kv_heads);
   }
@@ -206,7 +240,7 @@ class Model {
   }
 
   // The embedding is row after row; without codes it is the head's own panels.
-  void set_ends(const Matrix& embedding, const float* norm, const Matrix& head) {
+  void set_ends(const Weight& embedding, const float* norm, const Weight& head) {
     norm_ = arena_.copy(norm, s_.hidden);
     keep(head_ = head);
     embedding_ = embedding;
@@ -263,16 +297,23 @@ class Model {
   static Thread scratch_for(size_t rows, size_t widest) {
     Thread t;
     t.values = zeros<float>(rows * widest);
-    t.codes = zeros<int16_t>(rows * widest);
-    t.row_scale = zeros<float>(rows);
+    t.codes = zeros<int8_t>(rows * widest);
+    t.row_scale = zeros<float>(rows * widest / 32);
+    t.sums = zeros<int32_t>(rows * widest / 32);
     return t;
   }
 
-  void keep(Matrix& m) {
+  void keep(Weight& m) {
     const size_t lanes = size_t(m.panels()) * 8;
     m.codes = arena_.copy(static_cast<const char*>(m.codes), m.bytes);
     m.scale = arena_.copy(m.scale, lanes * m.groups());
     m.bias = arena_.copy(m.bias, lanes);
+    m.zero = arena_.copy(m.zero, lanes * m.groups());
+    if (!m.outlier_ends) return;
+    const size_t outliers = m.outlier_ends[lanes];
+    m.outlier_ends = arena_.copy(m.outlier_ends, lanes + 1);
+    m.outlier_inputs = arena_.copy(m.outlier_inputs, outliers);
+    m.outlier_values = arena_.copy(m.outlier_values, outliers);
   }
 
   void pass(int thread, const Row* given, int rows, int wanted, float* logits) {
@@ -285,9 +326,13 @@ class Model {
       const Layer& l = layers_[i];
       project(thread, i, given, prepared(thread, l.qkv, hidden_.get(), row_stride_, l.input_norm, rows));
       attend(thread, i, given, rows);
-      add(thread, l.o, prepared(thread, l.o, mixed_.get(), dims, nullptr, rows));
+      add(thread, l.o, prepared(thread, l.o, mixed_.get(), dims, nullptr, rows), l.attention_post_norm);
+      if (l.experts) {
+        mix(thread, l, rows);
+        continue;
+      }
       feed(thread, l.gate_up, prepared(thread, l.gate_up, hidden_.get(), row_stride_, l.mlp_norm, rows));
-      add(thread, l.down, prepared(thread, l.down, gated_.get(), features, nullptr, rows));
+      add(thread, l.down, prepared(thread, l.down, gated_.get(), features, nullptr, rows), l.mlp_post_norm);
     }
     if (!wanted) return;
     const float* x = hidden_.get() + (rows - wanted) * row_stride_;
@@ -295,7 +340,7 @@ class Model {
   }
 
   // Rows as matrix `m` reads them: normed (if there are gains), rounded. Few rows: each thread has its own copy.
-  Rows prepared(int thread, const Matrix& m, const float* x, int64_t x_stride, const float* gain, int count) {
+  Rows prepared(int thread, const Weight& m, const float* x, int64_t x_stride, const float* gain, int count) {
     const bool own = count <= OWN_ROWS;
     Rows rows = (own ? threads_[thread] : shared_).rows();
     rows.stride = row_stride_;
@@ -309,7 +354,7 @@ class Model {
     return rows;
   }
 
-  void prepare(const Matrix& m, const float* x, const float* gain, const Rows& rows, int t) const {
+  void prepare(const Weight& m, const float* x, const float* gain, const Rows& rows, int t) const {
     float* values = rows.values + t * rows.stride;
     if (gain) run_.norm(x, gain, s_.norm_eps, m.k, values);
     prepare_row(run_, m, gain ? values : x, rows, t);
@@ -317,15 +362,19 @@ class Model {
 
   // Run `done(first panel, panels, outputs [rows][stride])` over the pieces of a matmul that this thread gets.
   template <class Done>
-  void pieces(int thread, const Matrix& m, const Rows& x, int panels, const Done& done) {
-    Thread& own = threads_[thread];
-    const int64_t stride = panels * 8;
+  void pieces(int thread, const Weight& m, const Rows& x, int panels, const Done& done) {
     for (int first; (first = pool_.claim() * panels) < m.panels();) {
       const int count = std::min(panels, m.panels() - first);
-      run_.matmul(m, x, first, first + count, own.scratch.get(), own.out.get(), stride);
-      done(first, count, own.out.get(), stride);
+      done(first, count, outputs(thread, m, x, first, count, panels * 8), panels * 8);
     }
     pool_.barrier();
+  }
+
+  float* outputs(int thread, const Weight& m, const Rows& x, int first, int count, int64_t stride) {
+    Thread& own = threads_[thread];
+    run_.matmul(m, x, first, first + count, own.scratch.get(), own.out.get(), stride);
+    add_outliers(m, x, first, count, own.out.get(), stride);
+    return own.out.get();
   }
 
   // Small enough that threads end together, large enough to stream: a multiple of 4 panels.
@@ -362,27 +411,135 @@ class Model {
       Span span = given[t].span;
       if (window) span.begin = std::max(0, span.end - window);
       run_.attend(s_.cache, given[t].sequence->head(i, head / shared_by), query_.get() + at, dim, span,
-                  s_.attention_scale, threads_[thread].scores.get(), mixed_.get() + at);
+                  s_.attention_scale, s_.attention_cap, threads_[thread].scores.get(), mixed_.get() + at);
     }
     pool_.barrier();
   }
 
-  void add(int thread, const Matrix& m, const Rows& x) {
+  // Add to the residual stream; with gains, what is added is normed first, which takes whole rows.
+  void add(int thread, const Weight& m, const Rows& x, const float* gain) {
+    float* target = (gain ? added_ : hidden_).get();
     pieces(thread, m, x, piece(m), [&](int first, int count, float* out, int64_t stride) {
       const int n = std::min(count * 8, m.n - first * 8);
       for (int t = 0; t < x.count; ++t) {
-        float* to = hidden_.get() + t * row_stride_ + first * 8;
-        for (int j = 0; j < n; ++j) to[j] += out[t * stride + j];
+        float* to = target + t * row_stride_ + first * 8;
+        for (int j = 0; j < n; ++j) to[j] = gain ? out[t * stride + j] : to[j] + out[t * stride + j];
       }
     });
+    if (!gain) return;
+    for (int t; (t = pool_.claim()) < x.count;) {
+      float* y = added_.get() + t * row_stride_;
+      run_.norm(y, gain, s_.norm_eps, s_.hidden, y);
+      for (int j = 0; j < s_.hidden; ++j) hidden_[t * row_stride_ + j] += y[j];
+    }
+    pool_.barrier();
   }
 
-  void feed(int thread, const Matrix& m, const Rows& x) {
+  void feed(int thread, const Weight& m, const Rows& x) {
     const int64_t features = static_cast<int64_t>(rounded_up(s_.intermediate, 8));
     pieces(thread, m, x, piece(m), [&](int first, int count, float* out, int64_t stride) {
       for (int t = 0; t < x.count; ++t)
         run_.gate(s_.activation, out + t * stride, count / 2, gated_.get() + t * features + first * 4);
     });
+  }
+
+  // A mixture of experts. Rows are grouped by expert, so that each weight is read once.
+  void mix(int thread, const Layer& l, int rows) {
+    const Rows x = prepared(thread, l.router, hidden_.get(), row_stride_, l.mlp_norm, rows);
+    pieces(thread, l.router, x, piece(l.router), [&](int first, int count, float* out, int64_t stride) {
+      const int n = std::min(count * 8, s_.experts - first * 8);
+      for (int t = 0; t < rows; ++t)
+        std::memcpy(routing_.get() + t * s_.experts + first * 8, out + t * stride, sizeof(float) * n);
+    });
+    if (thread == 0) route(rows);
+    pool_.barrier();
+    const int64_t features = static_cast<int64_t>(rounded_up(s_.expert_size, 8));
+    const int size = rows * s_.experts_per_token;
+    for (int i; (i = pool_.claim()) < size;) {
+      const Choice& c = choices_[i];
+      prepare(l.experts[2 * c.expert], hidden_.get() + c.row * row_stride_, l.mlp_norm, chosen(0, size), i);
+    }
+    pool_.barrier();
+    expert_pieces(thread, l.experts, [&](int i, int first, int count, const float* out) {
+      run_.gate(s_.activation, out, count / 2, gated_.get() + i * features + first * 4);
+    });
+    for (int i; (i = pool_.claim()) < size;)
+      prepare(l.experts[2 * choices_[i].expert + 1], gated_.get() + i * features, nullptr, chosen(0, size), i);
+    pool_.barrier();
+    expert_pieces(thread, l.experts + 1, [&](int i, int first, int count, const float* out) {
+      std::memcpy(added_.get() + i * row_stride_ + first * 8, out, sizeof(float) * count * 8);
+    });
+    for (int t; (t = pool_.claim()) < rows;) combine(t);
+    pool_.barrier();
+  }
+
+  // Each row's most probable experts (of equals the first); then all choices in order of experts.
+  void route(int rows) {
+    const int each = s_.experts_per_token;
+    picked_.clear();
+    for (int t = 0; t < rows; ++t) pick(t, routing_.get() + t * s_.experts);
+    std::fill(expert_begin_.begin(), expert_begin_.end(), 0);
+    for (const Choice& c : picked_) ++expert_begin_[c.expert + 1];
+    active_.clear();
+    for (int e = 0; e < s_.experts; ++e) {
+      if (expert_begin_[e + 1]) active_.push_back(e);
+      expert_begin_[e + 1] += expert_begin_[e];
+    }
+    std::vector<int> next = expert_begin_;
+    for (int i = 0; i < rows * each; ++i) {
+      order_[i] = next[picked_[i].expert]++;
+      choices_[order_[i]] = picked_[i];
+    }
+  }
+
+  // Append the choices of row t, its experts in rising order. Overwrites `scores`.
+  void pick(int t, float* scores) {
+    const int each = s_.experts_per_token;
+    const float top = *std::max_element(scores, scores + s_.experts);
+    float mass = 0.0f, kept = 0.0f;
+    for (int e = 0; e < s_.experts; ++e) mass += scores[e] = std::exp(scores[e] - top);
+    for (int j = 0; j < each; ++j) {
+      float* best = std::max_element(scores, scores + s_.experts);
+      picked_.push_back({t, static_cast<int>(best - scores), *best / mass});
+      kept += *best / mass;
+      *best = -1.0f;
+    }
+    const auto own = picked_.end() - each;
+    std::sort(own, picked_.end(), [](const Choice& a, const Choice& b) { return a.expert < b.expert; });
+    for (auto c = own; s_.normed_routing && c != picked_.end(); ++c) c->weight /= kept;
+  }
+
+  // Inputs of `count` choices from `begin` on.
+  Rows chosen(int begin, int count) const {
+    const int64_t at = begin * row_stride_;
+    float* values = chosen_.values.get() + at;
+    return {values, chosen_.codes.get() + at, chosen_.row_scale.get() + at / 32, chosen_.sums.get() + at / 32,
+            row_stride_, count};
+  }
+
+  // `done(choice, first panel, panels, outputs)` for every second one of `matrices`, all of one shape.
+  template <class Done>
+  void expert_pieces(int thread, const Weight* matrices, const Done& done) {
+    const int panels = piece(*matrices), each = (matrices->panels() + panels - 1) / panels;
+    for (int n; (n = pool_.claim()) < each * static_cast<int>(active_.size());) {
+      const int e = active_[n / each], first = n % each * panels, count = std::min(panels, matrices->panels() - first);
+      const Rows x = chosen(expert_begin_[e], expert_begin_[e + 1] - expert_begin_[e]);
+      const float* out = outputs(thread, matrices[2 * e], x, first, count, panels * 8);
+      for (int t = 0; t < x.count; ++t) done(expert_begin_[e] + t, first, count, out + t * panels * 8);
+    }
+    pool_.barrier();
+  }
+
+  // Add what a row's experts say, weighted, to the residual stream.
+  void combine(int t) {
+    float* to = hidden_.get() + t * row_stride_;
+    const int* own = order_.data() + t * s_.experts_per_token;
+    for (int j = 0; j < s_.hidden; ++j) {
+      float total = 0.0f;
+      for (int c = 0; c < s_.experts_per_token; ++c)
+        total += choices_[own[c]].weight * added_[own[c] * row_stride_ + j];
+      to[j] += total;
+    }
   }
 
   void decide(int thread, const Rows& x, float* logits) {
@@ -392,7 +549,8 @@ class Model {
     pieces(thread, head_, x, piece(head_), [&](int first, int count, float* out, int64_t stride) {
       const int n = std::min(count * 8, head_.n - first * 8);
       for (int t = 0; t < x.count; ++t) {
-        const float* from = out + t * stride;
+        float* from = out + t * stride;
+        if (s_.logit_cap > 0.0f) run_.soft_cap(from, n, 1.0f, s_.logit_cap);
         if (logits) std::memcpy(logits + int64_t(t) * s_.vocab + first * 8, from, sizeof(float) * n);
         else
           for (int j = 0; j < n; ++j)
@@ -419,34 +577,32 @@ class Model {
   Arena arena_;
   std::vector<Layer> layers_;
   std::vector<const float*> ropes_;
-  Matrix embedding_{}, head_{};
+  Weight embedding_{}, head_{};
   const float* norm_ = nullptr;
   int64_t row_stride_;
-  Buffer<float> hidden_, query_, mixed_, gated_;
-  Thread shared_;
+  Buffer<float> hidden_, query_, mixed_, gated_, added_, routing_;
+  Thread shared_, chosen_;  // inputs of a matmul: by row, and by choice
+  std::vector<Choice> picked_, choices_;  // by row, and by expert
+  std::vector<int> order_, expert_begin_, active_;  // place of a picked one among the choices; each expert's first
   std::vector<Thread> threads_;
   std::mutex calls_;
   std::vector<Row> rows_;       // of the call at hand
   std::vector<int32_t> slots_;  // of its tree nodes' paths
 };
 
-const Kernels* fastest() {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &avx2_kernels;
-#endif
-  return &portable_kernels;
-}
-
-void apply(Pool& pool, const Kernels& run, const Matrix& w, const float* x, int count, float* y) {
-  const int64_t stride = static_cast<int64_t>(rounded_up(w.k, 8)), out_stride = w.panels() * 8;
-  auto values = zeros<float>(count * stride), scales = zeros<float>(count), scratch = zeros<float>(2 * stride * 8);
-  auto codes = zeros<int16_t>(count * stride);
+void apply(Pool& pool, const Kernels& run, const Weight& w, const float* x, int count, float* y) {
+  const int64_t stride = static_cast<int64_t>(rounded_up(w.k, 64)), out_stride = w.panels() * 8;
+  auto values = zeros<float>(count * stride), scales = zeros<float>(count * stride / 32);
+  auto scratch = zeros<float>(2 * stride * 8);
+  auto codes = zeros<int8_t>(count * stride);
+  auto sums = zeros<int32_t>(count * stride / 32);
   auto out = zeros<float>(count * out_stride);
-  const Rows rows{values.get(), codes.get(), scales.get(), stride, count};
+  const Rows rows{values.get(), codes.get(), scales.get(), sums.get(), stride, count};
   for (int t = 0; t < count; ++t) prepare_row(run, w, x + int64_t(t) * w.k, rows, t);
   pool.run([&](int thread) {
     if (thread == 0) run.matmul(w, rows, 0, w.panels(), scratch.get(), out.get(), out_stride);
   });
+  add_outliers(w, rows, 0, w.panels(), out.get(), out_stride);
   for (int t = 0; t < count; ++t) std::memcpy(y + int64_t(t) * w.n, out.get() + t * out_stride, sizeof(float) * w.n);
 }
 
@@ -468,8 +624,11 @@ using qspec::Model;
 using qspec::Pool;
 using qspec::Sequence;
 
-// Name of the instruction set that this CPU gets, or with `portable` of the one that runs anywhere.
-QSPEC_API const char* qspec_isa(int portable) { return (portable ? &qspec::portable_kernels : qspec::fastest())->name; }
+// Names of the instruction sets that run here, the fastest first; null behind the last.
+QSPEC_API const char* qspec_isa(int i) {
+  const auto& sets = qspec::instruction_sets();
+  return i < static_cast<int>(sets.size()) ? sets[i]->name : nullptr;
+}
 
 QSPEC_API Pool* qspec_pool(int threads) {
   Pool* pool = nullptr;
@@ -481,9 +640,12 @@ QSPEC_API void qspec_pool_free(Pool* pool) {
   if (pool && pool->usable()) delete pool;
 }
 
-QSPEC_API Model* qspec_model(Pool* pool, const qspec::Shape* shape, int portable) {
+// `isa`: the name of an instruction set, null for the fastest. Null: out of memory, or no such instruction set.
+QSPEC_API Model* qspec_model(Pool* pool, const qspec::Shape* shape, const char* isa) {
   Model* model = nullptr;
-  qspec::guarded([&] { model = new Model(*pool, *shape, portable ? qspec::portable_kernels : *qspec::fastest()); });
+  qspec::guarded([&] {
+    if (const qspec::Kernels* kernels = qspec::kernels_named(isa)) model = new Model(*pool, *shape, *kernels);
+  });
   return model;
 }
 
@@ -494,7 +656,7 @@ QSPEC_API int qspec_set_layer(Model* m, int i, const qspec::Layer* layer) {
 QSPEC_API int qspec_set_rope(Model* m, int i, const float* cos, const float* sin) {
   return qspec::guarded([&] { m->set_rope(i, cos, sin); });
 }
-QSPEC_API int qspec_set_ends(Model* m, const qspec::Matrix* embedding, const float* norm, const qspec::Matrix* head) {
+QSPEC_API int qspec_set_ends(Model* m, const qspec::Weight* embedding, const float* norm, const qspec::Weight* head) {
   return qspec::guarded([&] { m->set_ends(*embedding, norm, *head); });
 }
 
@@ -520,20 +682,18 @@ QSPEC_API int qspec_forward(Model* m, const qspec::Part* parts, int count, int l
 }
 
 // One matmul [rows, n] of float inputs, rounded as the matrix says: for comparison with other implementations.
-QSPEC_API int qspec_linear(Pool* pool, int portable, const qspec::Matrix* w, const float* x, int rows, float* y) {
-  const auto& kernels = portable ? qspec::portable_kernels : *qspec::fastest();
-  return qspec::guarded([&] { qspec::apply(*pool, kernels, *w, x, rows, y); });
+QSPEC_API int qspec_linear(Pool* pool, const char* isa, const qspec::Weight* w, const float* x, int rows, float* y) {
+  const qspec::Kernels* kernels = qspec::kernels_named(isa);
+  return kernels && qspec::guarded([&] { qspec::apply(*pool, *kernels, *w, x, rows, y); });
 }
 
 // Sum of a plain read of `count` floats by all threads: what memory gives at best, the ceiling of decoding.
 QSPEC_API float qspec_read(Pool* pool, const float* data, int64_t count) {
-  std::vector<float> sums(pool->size() * 16);
+  const qspec::Kernels& run = *qspec::kernels_named(nullptr);
+  std::vector<float> sums(pool->size());
   pool->run([&](int thread) {
     const int64_t begin = count * thread / pool->size() / 64 * 64, end = count * (thread + 1) / pool->size() / 64 * 64;
-    float lanes[64] = {};
-    for (int64_t i = begin; i + 64 <= end; i += 64)
-      for (int j = 0; j < 64; ++j) lanes[j] += data[i + j];
-    for (float lane : lanes) sums[thread * 16] += lane;
+    sums[thread] = run.read(data + begin, end - begin);
   });
   float total = 0;
   for (float s : sums) total += s;

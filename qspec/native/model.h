@@ -8,14 +8,25 @@ namespace qspec {
 
 struct Shape {
   int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, max_length, rotary, activation, cache, ropes;
-  float norm_eps, attention_scale, embed_scale;
+  int32_t experts, experts_per_token, expert_size, normed_routing;
+  float norm_eps, attention_scale, embed_scale, attention_cap, logit_cap;
 };
 
-// qkv rows: all query heads, then keys, then values. gate_up panels: gate, up, gate, up, … q_norm and k_norm may be
-// null. window 0: none. rope: which table. Scales of an FP8 cache, per KV head.
+// A matrix beside weights that are kept apart: output n's are [ends[n], ends[n + 1]) of inputs and values. They read
+// unrounded inputs, so FP8_INPUT has none. ends null: none at all.
+struct Weight : Matrix {
+  const int32_t* outlier_ends;
+  const int32_t* outlier_inputs;
+  const float* outlier_values;
+};
+
+// qkv rows: all query heads, then keys, then values. gate_up panels: gate, up, gate, up, … Norms of q and k, and of
+// what attention and the MLP add, may be null. window 0: none. rope: which table. Scales of an FP8 cache, per KV head.
+// A mixture has a router instead of gate_up and down, and those of every expert in `experts`: gate_up, down, gate_up, …
 struct Layer {
-  const float *input_norm, *mlp_norm, *q_norm, *k_norm;
-  Matrix qkv, o, gate_up, down;
+  const float *input_norm, *mlp_norm, *q_norm, *k_norm, *attention_post_norm, *mlp_post_norm;
+  Weight qkv, o, gate_up, down, router;
+  const Weight* experts;
   const float *key_scale, *value_scale;
   int32_t window, rope;
 };

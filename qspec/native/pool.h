@@ -1,4 +1,9 @@
 // A few threads that run one function together, meet at barriers, and sleep between calls.
+//
+// Waiting costs least when cores are free and gives way when they are not: a thread that waits spins for some tens of
+// microseconds (longer than a piece takes), then yields a few hundred times, then parks. To yield is not enough on a
+// busy machine: the scheduler soon brings the waiting thread back, to use up the time that the other thread needs.
+// Pieces are claimed, not dealt out, so a thread that lost its core costs the others no more than the piece it held.
 #pragma once
 #include <unistd.h>
 
@@ -54,9 +59,16 @@ class Pool {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
       next_.store(0, std::memory_order_relaxed);
-      generation_.store(generation + 1, std::memory_order_release);
-    } else {
-      for (int spins = 0; generation_.load(std::memory_order_acquire) == generation; ++spins) pause(spins);
+      generation_.store(generation + 1);
+      if (parked_.load()) {  // who parks says so first and then looks at the generation again
+        { std::lock_guard<std::mutex> lock(meet_); }
+        met_.notify_all();
+      }
+    } else if (!seen_change(generation_, generation)) {
+      std::unique_lock<std::mutex> lock(meet_);
+      parked_.fetch_add(1);
+      met_.wait(lock, [&] { return generation_.load() != generation; });
+      parked_.fetch_sub(1);
     }
   }
 
@@ -64,17 +76,23 @@ class Pool {
   int claim() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
  private:
-  static void pause(int spins) {
-    if (spins >= 4000) return std::this_thread::yield();  // someone else may need this core to get on
+  static constexpr int SPINS = 4000, YIELDS = 200;
+
+  // Wait a while for another value than `old`; whether it came.
+  static bool seen_change(const std::atomic<unsigned>& value, unsigned old) {
+    for (int turn = 0; turn < SPINS + YIELDS; ++turn) {
+      if (value.load(std::memory_order_acquire) != old) return true;
+      if (turn >= SPINS) std::this_thread::yield();
 #if defined(__x86_64__)
-    __builtin_ia32_pause();
+      else __builtin_ia32_pause();
 #endif
+    }
+    return false;
   }
 
   void work(int thread) {
     for (unsigned seen = 0;;) {
-      for (int spins = 0; spins < 4200 && epoch_.load(std::memory_order_acquire) == seen; ++spins) pause(spins);
-      if (epoch_.load(std::memory_order_acquire) == seen) {
+      if (!seen_change(epoch_, seen)) {
         std::unique_lock<std::mutex> lock(sleep_);
         wake_.wait(lock, [&] { return epoch_.load(std::memory_order_acquire) != seen; });
       }
@@ -88,12 +106,13 @@ class Pool {
   const int size_;
   const pid_t process_;
   const std::function<void(int)>* job_ = nullptr;
-  std::mutex callers_, sleep_;
-  std::condition_variable wake_;
+  std::mutex callers_, sleep_, meet_;
+  std::condition_variable wake_, met_;
   bool stop_ = false;  // written before epoch_ is, read after it
   alignas(64) std::atomic<unsigned> epoch_{0};
   alignas(64) std::atomic<unsigned> generation_{0};
   alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> parked_{0};
   alignas(64) std::atomic<int> next_{0};
   std::vector<std::thread> workers_;
 };

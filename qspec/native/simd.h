@@ -8,7 +8,7 @@
 #include <cstring>
 #include <initializer_list>
 
-#ifdef QSPEC_AVX2
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -24,7 +24,7 @@ inline float half_to_float(uint16_t h) {
   return float_of(sign | bits_of(float_of(rest) * 0x1p112f));
 }
 
-#ifdef QSPEC_AVX2
+#if defined(__AVX2__)
 
 struct F8 { __m256 v; };
 struct I8 { __m256i v; };
@@ -45,9 +45,9 @@ inline F8 to_float(I8 a) { return {_mm256_cvtepi32_ps(a.v)}; }
 inline F8 power_of_two(I8 e) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e.v, _mm256_set1_epi32(127)), 23))};
 }
-inline void store_i16(int16_t* p, I8 a) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
-                   _mm_packs_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1)));
+inline void store_i8(int8_t* p, I8 a) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 }
 inline F8 load_bf16(const uint16_t* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(
@@ -68,16 +68,12 @@ inline F8 nibble(I8 a, int j) {
   return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a.v, 28 - 4 * j), 28))};
 }
 inline I8 zero_i32() { return {_mm256_setzero_si256()}; }
-// 16 int8, two per lane, widened to int16 pairs.
-inline I8 load_pairs(const int8_t* p) { return {_mm256_cvtepi8_epi16(load_16_bytes(p))}; }
-inline I8 splat_pair(const int16_t* p) { int32_t pair; std::memcpy(&pair, p, 4); return {_mm256_set1_epi32(pair)}; }
-// acc + the exact int32 dot product of the pairs of each lane.
-inline I8 dot_pairs(I8 acc, I8 a, I8 b) { return {_mm256_add_epi32(acc.v, _mm256_madd_epi16(a.v, b.v))}; }
+inline I8 operator+(I8 a, I8 b) { return {_mm256_add_epi32(a.v, b.v)}; }
 
 #else
 
 struct F8 { float v[8]; };
-struct I8 { int32_t v[8]; };  // of pairs: two int16 each
+struct I8 { int32_t v[8]; };
 
 #define LANES(expr) for (int i = 0; i < 8; ++i) r.v[i] = (expr)
 inline F8 splat(float x) { F8 r; LANES(x); return r; }
@@ -94,7 +90,7 @@ inline F8 abs(F8 a) { F8 r; LANES(std::fabs(a.v[i])); return r; }
 inline I8 round_even(F8 a) { I8 r; LANES(static_cast<int32_t>(std::nearbyint(a.v[i]))); return r; }
 inline F8 to_float(I8 a) { F8 r; LANES(static_cast<float>(a.v[i])); return r; }
 inline F8 power_of_two(I8 e) { F8 r; LANES(float_of(static_cast<uint32_t>(e.v[i] + 127) << 23)); return r; }
-inline void store_i16(int16_t* p, I8 a) { for (int i = 0; i < 8; ++i) p[i] = static_cast<int16_t>(a.v[i]); }
+inline void store_i8(int8_t* p, I8 a) { for (int i = 0; i < 8; ++i) p[i] = static_cast<int8_t>(a.v[i]); }
 inline F8 load_bf16(const uint16_t* p) { F8 r; LANES(float_of(static_cast<uint32_t>(p[i]) << 16)); return r; }
 inline F8 load_f16(const uint16_t* p) { F8 r; LANES(half_to_float(p[i])); return r; }
 inline F8 load_i8(const int8_t* p) { F8 r; LANES(static_cast<float>(p[i])); return r; }
@@ -107,15 +103,7 @@ inline I8 load_i32(const int32_t* p) { I8 r; LANES(p[i]); return r; }
 inline int32_t nibble_at(int32_t a, int j) { return int32_t(uint32_t(a) << (28 - 4 * j)) >> 28; }
 inline F8 nibble(I8 a, int j) { F8 r; LANES(static_cast<float>(nibble_at(a.v[i], j))); return r; }
 inline I8 zero_i32() { return I8{}; }
-inline int32_t pair(int16_t low, int16_t high) { return int32_t(uint16_t(low) | uint32_t(uint16_t(high)) << 16); }
-inline I8 load_pairs(const int8_t* p) { I8 r; LANES(pair(p[2 * i], p[2 * i + 1])); return r; }
-inline I8 splat_pair(const int16_t* p) { I8 r; LANES(pair(p[0], p[1])); return r; }
-inline int32_t low(int32_t a) { return static_cast<int16_t>(a & 0xFFFF); }
-inline I8 dot_pairs(I8 acc, I8 a, I8 b) {
-  I8 r;
-  LANES(acc.v[i] + low(a.v[i]) * low(b.v[i]) + (a.v[i] >> 16) * (b.v[i] >> 16));
-  return r;
-}
+inline I8 operator+(I8 a, I8 b) { I8 r; LANES(a.v[i] + b.v[i]); return r; }
 #undef LANES
 
 #endif
@@ -125,6 +113,12 @@ inline float sum(F8 a) {
   float v[8];
   store(v, a);
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+inline int32_t sum(I8 a) {
+  int32_t v[8], total = 0;
+  std::memcpy(v, &a, sizeof(v));
+  for (int32_t lane : v) total += lane;
+  return total;
 }
 inline float largest(F8 a) {
   float v[8], m;

@@ -8,7 +8,7 @@ knows nothing of torch. Weights are packed and copied once; the torch tensors ma
 from collections.abc import Mapping, Sequence
 from copy import copy
 import ctypes
-from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache
 import os
 import weakref
@@ -38,15 +38,15 @@ class NativeDecoder:
     _tree: Parents  # nodes that wait behind `length`
 
     def __init__(
-        self, model: LoadedModel | QuantizedModel, max_length: int | None = None, portable: bool = False
+        self, model: LoadedModel | QuantizedModel, max_length: int | None = None, isa: str | None = None
     ) -> None:
-        """Threads are torch's at this moment. `portable` keeps to plain C++, to test what other CPUs run.
+        """Threads are torch's at this moment. `isa` is one of `instruction_sets()`, the fastest if not given.
 
         Raises `NoLibrary` where there is no library; the model must be one that `supports` takes.
         """
         obstacle = self.supports(model)
         assert obstacle is None, obstacle
-        self._core = _Core(model, max_length or model.arch.max_positions, portable)
+        self._core = _Core(model, max_length or model.arch.max_positions, isa)
         self.arch = model.arch
         self.isa, self.threads = self._core.isa, self._core.threads
         self._start()
@@ -173,16 +173,17 @@ class NativeDecoder:
 class _Core:
     """Weights and threads, shared by all sequences of a model."""
 
-    def __init__(self, model: LoadedModel | QuantizedModel, max_length: int, portable: bool) -> None:
+    def __init__(self, model: LoadedModel | QuantizedModel, max_length: int, isa: str | None) -> None:
         self.max_length, self.threads, self.lib = max_length, torch.get_num_threads(), _library()
         self._pool = _pool(self.threads)
         kv = model.plan.kv if isinstance(model, QuantizedModel) else None
         shape = _shape(model.arch, max_length, _cache_kind(kv))
-        self.handle: c_void_p = c_void_p(self.lib.qspec_model(self._pool.handle, byref(shape), int(portable)))
+        self.isa = isa or instruction_sets()[0]
+        assert self.isa in instruction_sets(), f"{isa} is none of {instruction_sets()}"
+        self.handle: c_void_p = c_void_p(self.lib.qspec_model(self._pool.handle, byref(shape), self.isa.encode()))
         if not self.handle:
             raise MemoryError("no memory for a model")
         weakref.finalize(self, self.lib.qspec_model_free, self.handle)
-        self.isa: str = self.lib.qspec_isa(int(portable)).decode()
         self._load(model)
 
     def forward(self, parts: list["_Part"], last: int, logits_TV: Tensor | None, best_T: Tensor | None) -> None:
@@ -213,22 +214,20 @@ class _Core:
             del rows  # held until it was copied
 
     def _load_layer(self, i: int, base: str, source: "_Source", model: LoadedModel | QuantizedModel) -> None:
-        arch, attn, mlp = model.arch, f"{base}.self_attn", f"{base}.mlp"
-        norms = [source.norm(f"{base}.input_layernorm"), source.norm(f"{base}.{arch.mlp_norm}")]
-        norms += [source.norm(f"{attn}.{name}") for name in ("q_norm", "k_norm") if arch.qk_norm]
-        packed = [
-            source.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
-            source.linear(f"{attn}.o_proj"),
-            source.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", paired=True),
-            source.linear(f"{mlp}.down_proj"),
-        ]
+        arch, attn, router = model.arch, f"{base}.self_attn", model.arch.router(base)
+        norms = [source.norm(f"{base}.{name}") if name else None for name in _norm_names(arch)]
+        attention = [source.linear(*(f"{attn}.{x}_proj" for x in "qkv")), source.linear(f"{attn}.o_proj")]
+        mlps = [source.mlp(name) for name in arch.mlps(base)]
+        experts = [_matrix(p) for mlp in mlps for p in mlp]
+        routing = source.linear(router) if router else None
         scales = _cache_scales(model, attn)
         window = arch.window(base)
         layer = _Layer(
-            *(norm.data_ptr() for norm in norms),
-            *(None for _ in range(4 - len(norms))),
-            *(_matrix(p) for p in packed),
-            *(scale.data_ptr() if scale is not None else None for scale in scales),
+            *(_pointer(norm) for norm in norms),
+            *(_matrix(p) for p in attention),
+            *([_Matrix(), _Matrix(), _matrix(routing)] if routing else [*experts, _Matrix()]),
+            (_Matrix * len(experts))(*experts) if routing else None,
+            *(_pointer(scale) for scale in scales),
             window or 0,
             1 if window is not None and arch.window_inv_freq else 0,
         )
@@ -257,18 +256,26 @@ class _Source:
         ]
         return pack_linears(members, biases, paired)
 
+    def mlp(self, name: str) -> tuple[Packed, Packed]:
+        """gate and up as one, and down."""
+        return self.linear(f"{name}.gate_proj", f"{name}.up_proj", paired=True), self.linear(f"{name}.down_proj")
+
 
 def _arch_obstacle(arch: ArchMap) -> str | None:
     """What of an architecture the C++ core has no code for."""
     reasons = {
-        "mixture of experts": arch.n_experts > 0,
-        "norms after attention and MLP": arch.post_norms,
-        "soft-capped scores or logits": arch.attention_softcap is not None or arch.logit_softcap is not None,
         "a rotation in front of down_proj": arch.down_hadamard,
         f"head size {arch.head_dim}, no multiple of 8": arch.head_dim % 8 != 0,
         "a piece of a model": not arch.has_head or arch.first_layer != 0,
     }
     return next((reason for reason, found in reasons.items() if found), None)
+
+
+def _norm_names(arch: ArchMap) -> list[str | None]:
+    """Norms of a decoder layer, as `_Layer` has them; None for those that the architecture lacks."""
+    attention = ["self_attn.q_norm", "self_attn.k_norm"] if arch.qk_norm else [None, None]
+    post = ["post_attention_layernorm", "post_feedforward_layernorm"] if arch.post_norms else [None, None]
+    return ["input_layernorm", arch.mlp_norm, *attention, *post]
 
 
 def _quantized_obstacle(model: QuantizedModel) -> str | None:
@@ -337,7 +344,8 @@ class _Shape(ctypes.Structure):
             ]
         ],
         *[(name, c_int32) for name in ("activation", "cache", "ropes")],
-        *[(name, c_float) for name in ("norm_eps", "attention_scale", "embed_scale")],
+        *[(name, c_int32) for name in ("experts", "experts_per_token", "expert_size", "normed_routing")],
+        *[(name, c_float) for name in ("norm_eps", "attention_scale", "embed_scale", "attention_cap", "logit_cap")],
     ]
 
 
@@ -354,7 +362,7 @@ class _Part(ctypes.Structure):
 
 
 class _Matrix(ctypes.Structure):
-    """`Matrix` of native/kernels.h."""
+    """`Weight` of native/model.h: `Matrix` of native/kernels.h, and outliers."""
 
     _fields_ = [
         *[(name, c_int32) for name in ("kind", "input", "n", "k", "group")],
@@ -363,6 +371,8 @@ class _Matrix(ctypes.Structure):
         ("bytes", c_int64),
         ("scale", c_void_p),
         ("bias", c_void_p),
+        ("zero", c_void_p),
+        *[(name, c_void_p) for name in ("outlier_ends", "outlier_inputs", "outlier_values")],
     ]
 
 
@@ -371,7 +381,9 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")],
-        *[(name, _Matrix) for name in ("qkv", "o", "gate_up", "down")],
+        *[(name, c_void_p) for name in ("attention_post_norm", "mlp_post_norm")],
+        *[(name, _Matrix) for name in ("qkv", "o", "gate_up", "down", "router")],
+        ("experts", POINTER(_Matrix)),
         ("key_scale", c_void_p),
         ("value_scale", c_void_p),
         ("window", c_int32),
@@ -397,15 +409,26 @@ def _shape(arch: ArchMap, max_length: int, cache: int) -> _Shape:
         int(arch.activation == "gelu_tanh"),
         cache,
         2 if arch.window_inv_freq else 1,
+        arch.n_experts,
+        arch.experts_per_token,
+        arch.expert_size,
+        int(arch.normed_routing),
         arch.norm_eps,
         arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
         arch.embed_scale,
+        arch.attention_softcap or 0.0,
+        arch.logit_softcap or 0.0,
     )
 
 
 def _matrix(p: Packed) -> _Matrix:
-    scale, bias = (None if t is None else t.data_ptr() for t in (p.scale, p.bias))
-    return _Matrix(p.kind, p.input, p.n, p.k, p.group, p.input_scale, p.codes.data_ptr(), p.codes.nbytes, scale, bias)
+    optional = p.scale, p.bias, p.zero, *(p.outliers or (None, None, None))
+    codes, size = p.codes.data_ptr(), p.codes.nbytes
+    return _Matrix(p.kind, p.input, p.n, p.k, p.group, p.input_scale, codes, size, *map(_pointer, optional))
+
+
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
 
 
 class _Pool:
@@ -440,10 +463,10 @@ def _library() -> ctypes.CDLL:
     except OSError as error:
         raise NoLibrary(f"{path} cannot be loaded ({error})") from error
     signatures = {
-        "qspec_isa": (ctypes.c_char_p, [c_int]),
+        "qspec_isa": (c_char_p, [c_int]),
         "qspec_pool": (c_void_p, [c_int]),
         "qspec_pool_free": (None, [c_void_p]),
-        "qspec_model": (c_void_p, [c_void_p, POINTER(_Shape), c_int]),
+        "qspec_model": (c_void_p, [c_void_p, POINTER(_Shape), c_char_p]),
         "qspec_model_free": (None, [c_void_p]),
         "qspec_set_layer": (c_int, [c_void_p, c_int, POINTER(_Layer)]),
         "qspec_set_rope": (c_int, [c_void_p, c_int, c_void_p, c_void_p]),
@@ -454,7 +477,7 @@ def _library() -> ctypes.CDLL:
         "qspec_length": (c_int, [c_void_p]),
         "qspec_truncate": (None, [c_void_p, c_int]),
         "qspec_forward": (c_int, [c_void_p, POINTER(_Part), c_int, c_int, c_void_p, c_void_p]),
-        "qspec_linear": (c_int, [c_void_p, c_int, POINTER(_Matrix), c_void_p, c_int, c_void_p]),
+        "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(_Matrix), c_void_p, c_int, c_void_p]),
         "qspec_read": (c_float, [c_void_p, c_void_p, c_int64]),
     }
     for name, (result, arguments) in signatures.items():
@@ -463,12 +486,21 @@ def _library() -> ctypes.CDLL:
     return lib
 
 
-def native_linear(packed: Packed, x_TK: Tensor, portable: bool = False) -> Tensor:
+def instruction_sets() -> list[str]:
+    """Names of those that the library has code for and this machine runs, the fastest first. Raises `NoLibrary`."""
+    names, lib = list[str](), _library()
+    while (name := lib.qspec_isa(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def native_linear(packed: Packed, x_TK: Tensor, isa: str | None = None) -> Tensor:
     """One matmul of the library `[T, N]`, for comparison with `ops.reference`."""
     lib, pool, matrix = _library(), _pool(1), _matrix(packed)
     x_TK, y_TN = x_TK.float().contiguous(), torch.empty(len(x_TK), packed.n)
-    done = lib.qspec_linear(pool.handle, int(portable), byref(matrix), x_TK.data_ptr(), len(x_TK), y_TN.data_ptr())
-    assert done, "no memory for one matmul"
+    name = None if isa is None else isa.encode()
+    done = lib.qspec_linear(pool.handle, name, byref(matrix), x_TK.data_ptr(), len(x_TK), y_TN.data_ptr())
+    assert done, f"no memory for one matmul, or no {isa}"
     return y_TN
 
 

@@ -11,13 +11,16 @@ from qspec.numerics.affine import QTensor
 from qspec.numerics.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from qspec.numerics.formats import FP8_E4M3, INT4, INT8
 from qspec.numerics.kv import pack_nibbles
+from qspec.numerics.outliers import concatenated, nothing
 from qspec.plan import TensorScheme
 from qspec.records import QLinear
 
 LANES = 8
-_F32, _BF16, _F16, _FP8, _INT8, _INT4, _INT8_DOT = range(7)
+WORDS = 32
+"""Integer products of codes in groups, and of INT4 ones, read this many inputs at once."""
+_F32, _BF16, _F16, _FP8, _INT8, _INT4, _INT8_DOT, _INT4_DOT = range(8)
 _FLOAT_KINDS = {torch.float32: _F32, torch.bfloat16: _BF16, torch.float16: _F16}
-_FLOAT_INPUT, _INT8_INPUT, _FP8_INPUT = range(3)
+_FLOAT_INPUT, _INT8_INPUT, _FP8_INPUT, _INT8_GROUP_INPUT = range(4)
 _FP8_FACTOR = 256.0
 """The core reads e4m3 bits as float16, which gives value / 256."""
 
@@ -28,7 +31,10 @@ Form = tuple[int, int, int, float]
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight `[N, K]` in panels; `scale` and `bias` are float32 or None."""
+    """A weight `[N, K]` in panels; `scale` and `bias` are float32 or None, `zero` int8 or None.
+
+    outliers: weights kept apart, as row ends, inputs and values of a CSR matrix whose rows lie as the panels do.
+    """
 
     kind: int
     input: int
@@ -39,13 +45,15 @@ class Packed:
     codes: Tensor
     scale: Tensor | None
     bias: Tensor | None
+    zero: Tensor | None = None
+    outliers: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 def linear_obstacle(linear: QLinear) -> str | None:
     """Why the C++ core does not run a quantized layer; None when it does."""
     weight, k = linear.weight, linear.weight.shape[1]
-    if linear.outliers is not None:
-        return "outliers kept apart"
+    if linear.outliers is not None and linear.activation is not None and linear.activation.fmt != INT8:
+        return f"outliers beside {linear.activation.fmt.name} inputs"
     if weight.zero_point is not None:
         return "zero points"
     if weight.fmt not in (INT4, INT8, FP8_E4M3):
@@ -62,10 +70,11 @@ def _input_obstacle(activation: TensorScheme, weight: QTensor) -> str | None:
     by_row = isinstance(granularity, PerToken) if activation.dynamic else isinstance(granularity, PerTensor)
     if activation.fmt not in (INT8, FP8_E4M3) or not by_row or not activation.symmetric:
         return f"{activation.fmt.name} inputs {granularity}"
-    if activation.fmt != weight.fmt:
+    if activation.fmt.is_float != weight.fmt.is_float:
         return f"{activation.fmt.name} inputs of {weight.fmt.name} weights"
-    if weight.fmt == INT8 and _group(weight) != weight.shape[1]:
-        return "INT8 inputs of weights in groups"
+    group, k = _group(weight), weight.shape[1]
+    if activation.fmt == INT8 and ((group != k and group % WORDS) or (weight.fmt == INT4 and k % WORDS)):
+        return f"int8 inputs of groups of {group} in {k}"
     return None
 
 
@@ -77,8 +86,8 @@ def member_form(member: Member) -> Form:
     kinds = {INT4.name: _INT4, INT8.name: _INT8, FP8_E4M3.name: _FP8}
     if member.activation is None:
         return kinds[weight.fmt.name], _FLOAT_INPUT, _group(weight), 0.0
-    if weight.fmt == INT8:
-        return _INT8_DOT, _INT8_INPUT, weight.shape[1], scale
+    if not weight.fmt.is_float:
+        return _INT8_DOT if weight.fmt == INT8 else _INT4_DOT, _INT8_INPUT, _group(weight), scale
     return _FP8, _FP8_INPUT, _group(weight), scale
 
 
@@ -96,7 +105,8 @@ def pack_linears(members: Sequence[Member], biases: Sequence[Tensor | None], pai
         parts = [torch.zeros(n) if b is None else b.float() for n, b in zip(rows, biases, strict=True)]
         bias = _joined([_panels(part[:, None]) for part in parts], paired)
     n = len(codes) * LANES if len(members) > 1 else rows[0]
-    return Packed(kind, input_kind, n, k, group, input_scale, codes, scale, bias)
+    outliers = _pack_outliers(members, rows, k, paired)
+    return Packed(kind, input_kind, n, k, group, input_scale, codes, scale, bias, outliers=outliers)
 
 
 def pack_rows(weight_VK: Tensor) -> Packed:
@@ -104,6 +114,23 @@ def pack_rows(weight_VK: Tensor) -> Packed:
     weight_VK = weight_VK if weight_VK.dtype in _FLOAT_KINDS else weight_VK.float()
     v, k = weight_VK.shape
     return Packed(_FLOAT_KINDS[weight_VK.dtype], _FLOAT_INPUT, v, k, k, 0.0, weight_VK.contiguous(), None, None)
+
+
+def _pack_outliers(
+    members: Sequence[Member], rows: Sequence[int], k: int, paired: bool
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    found = [m.outliers if isinstance(m, QLinear) else None for m in members]
+    if all(matrix is None for matrix in found):
+        return None
+    whole = concatenated([nothing((n, k)) if x is None else x for n, x in zip(rows, found, strict=True)])
+
+    def by_panel(x_N: Tensor) -> Tensor:
+        return _joined([_panels(part[:, None]) for part in x_N.split(list(rows))], paired).flatten()
+
+    counts_N, starts_N = by_panel(whole.indptr.diff().long()), by_panel(whole.indptr[:-1].long())
+    ends_N = F.pad(counts_N.cumsum(0), (1, 0))
+    place = torch.arange(int(ends_N[-1])) + (starts_N - ends_N[:-1]).repeat_interleave(counts_N)
+    return ends_N.int(), whole.indices[place].contiguous(), whole.values.float()[place].contiguous()
 
 
 def _joined(panels: Sequence[Tensor], paired: bool) -> Tensor:
@@ -119,12 +146,15 @@ def _codes(member: Member) -> Tensor:
 
 
 def _code_panels(codes_NK: Tensor, kind: int) -> Tensor:
-    """`[N/8, K, 8]`; INT8 products `[N/8, K/2, 8, 2]`; INT4 `[N/8, K/8, 8]` words."""
+    """`[N/8, K, 8]`; INT8 products `[N/8, K/4, 8, 4]`; INT4, and its products, `[N/8, K/8, 8]` words."""
+    if kind == _INT4_DOT:
+        unsigned = (codes_NK + 8).view(torch.uint8).unflatten(1, (-1, 2, 4))
+        return _panels((unsigned[:, :, 0] | unsigned[:, :, 1] << 4).contiguous().flatten(1).view(torch.int32))
     if kind == _INT4:
         return _panels(pack_nibbles(codes_NK).view(torch.int32))
     if kind == _INT8_DOT:
-        pairs = F.pad(codes_NK, (0, codes_NK.shape[1] % 2)).contiguous().view(torch.int16)
-        return _panels(pairs)
+        quads = F.pad(codes_NK, (0, -codes_NK.shape[1] % LANES)).contiguous().view(torch.int32)
+        return _panels(quads)
     return _panels(codes_NK)
 
 

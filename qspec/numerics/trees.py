@@ -121,7 +121,7 @@ def product_tree(tokens_DW: Sequence[Sequence[int]], probs_DW: Sequence[Sequence
     return tree
 
 
-def merged_chains(chains: Iterable[Sequence[int]]) -> Tree:
+def merged_chains(chains: Iterable[Iterable[int]]) -> Tree:
     """One tree of several chains: what begins alike is drafted once. Its nodes are chosen, not drawn: certain."""
     tree, known = Tree([], []), dict[tuple[int, int], int]()
     for chain in chains:

@@ -21,6 +21,7 @@ FLAGS = (
     "-std=c++17",
     "-O2",
     "-fno-tree-pre",  # GCC would peel the first turn off each inner loop and then spill its accumulators
+    "-fno-tree-reassoc",  # nor keep products beside them, to add up later
     "-fPIC",
     "-pthread",
     "-fvisibility=hidden",
@@ -29,8 +30,14 @@ FLAGS = (
     "-fno-trapping-math",
     "-Wno-psabi",
 )
-UNIT_FLAGS = {"kernels_avx2.cpp": ("-mavx2", "-mfma", "-mf16c")}
-"""Flags of single files, on x86-64 only."""
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+UNIT_FLAGS = {
+    "kernels_avx2.cpp": AVX2,
+    "kernels_avx512.cpp": AVX512,
+    "kernels_amx.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
+}
+"""Flags of single files, on x86-64 only; a file whose flags the compiler lacks becomes empty."""
 
 
 class NoLibrary(Exception):
@@ -82,18 +89,24 @@ def build(folder: Path) -> Path:
 def _compile(cxx: str, scratch: Path) -> Path:
     sources = sorted(SOURCES.glob("*.cpp"))
     objects = [scratch / f"{source.stem}.o" for source in sources]
-    x86 = platform.machine() in ("x86_64", "AMD64")
     commands = [
-        [cxx, *FLAGS, *(UNIT_FLAGS.get(source.name, ()) if x86 else ()), "-c", str(source), "-o", str(made)]
+        [cxx, *FLAGS, *unit_flags(cxx, source.name), "-c", str(source), "-o", str(made)]
         for source, made in zip(sources, objects, strict=True)
     ]
-    _run_all(commands)
+    run_all(commands)
     made = scratch / "library.so"
-    _run_all([[cxx, "-shared", "-pthread", *map(str, objects), "-o", str(made)]])
+    run_all([[cxx, "-shared", "-pthread", *map(str, objects), "-o", str(made)]])
     return made
 
 
-def _run_all(commands: Sequence[Sequence[str]]) -> None:
+def unit_flags(cxx: str, name: str) -> tuple[str, ...]:
+    """A file's own flags, if this compiler knows them all."""
+    flags = UNIT_FLAGS.get(name, ()) if platform.machine() in ("x86_64", "AMD64") else ()
+    known = not flags or not subprocess.run([cxx, *flags, "-E", "-xc++", os.devnull], capture_output=True).returncode
+    return flags if known else ()
+
+
+def run_all(commands: Sequence[Sequence[str]]) -> None:
     """Run commands side by side; raises `NoLibrary` with the first error line if one fails."""
     running = [subprocess.Popen(c, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for c in commands]
     said = [process.communicate()[1] for process in running]

@@ -1,5 +1,6 @@
 """Eager twins: what every fast kernel must compute. T tokens, K input features, N output features."""
 
+import torch
 from torch import Tensor
 
 from qspec.numerics.affine import QTensor, quantize_activation_dynamic
@@ -15,6 +16,28 @@ def int8_linear(x_TK: Tensor, codes_NK: Tensor, scale_N1: Tensor) -> Tensor:
     # float64 holds the integer sums exactly (|sum| < 2**53) and is far faster on CPU than an int32 matmul.
     acc_TN = q_TK.double() @ codes_NK.double().T
     return acc_TN.float() * scale_T1 * scale_N1.reshape(1, -1)
+
+
+def grouped_int8_linear(
+    x_TK: Tensor, codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None = None, by_group: bool = False
+) -> Tensor:
+    """INT8 activations and integer weights in groups of inputs, float32 `[T, N]`.
+
+    Per group, in order: y += (exact sum of products) * scale of the input * scale of the weight, each step rounded to
+    float32. Inputs are rounded per token, or (`by_group`) per token and group.
+    """
+    t, (n, groups) = len(x_TK), scale_NG.shape
+    size = codes_NK.shape[1] // groups
+    q_TK, scale_Tx = quantize_activation_dynamic(x_TK.reshape(-1, size) if by_group else x_TK, INT8)
+    q_TGS, scale_TG = q_TK.reshape(t, groups, size).double(), scale_Tx.reshape(t, -1).expand(t, groups)
+    codes_NGS = codes_NK.reshape(n, groups, size).double()
+    if zero_NG is not None:
+        codes_NGS = codes_NGS - zero_NG.double()[..., None]
+    y_TN = torch.zeros(t, n)
+    for g in range(groups):
+        acc_TN = (q_TGS[:, g] @ codes_NGS[:, g].T).float()
+        y_TN = y_TN + acc_TN * scale_TG[:, g : g + 1] * scale_NG[:, g]
+    return y_TN
 
 
 def fake_quantize(x_TK: Tensor, scheme: TensorScheme, scale: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from qspec.numerics.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, NumFormat
 from qspec.plan import LayerScheme
 from qspec.stages.build_plan import layer_scheme
 
-SCHEMES = ("W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16")
+SCHEMES = ("W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A8")
 
 
 def weight(n: int = 256, k: int = 256) -> Tensor:
@@ -52,7 +52,7 @@ def test_weights_of_a_scheme_are_those_of_the_preset_of_that_name(name: str) -> 
     assert torch.equal(q.dequantize(), faked(weight(), q.scale, args))
 
 
-@pytest.mark.parametrize("name", ["W8A8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("name", ["W8A8", "W4A8", "FP8_DYNAMIC"])
 def test_dynamic_inputs_are_those_of_the_preset(name: str) -> None:
     """Catches a scale per tensor, or per channel, where the served model makes one per token."""
     ours, args = scheme(name).activation, preset_name_to_scheme(name, ["Linear"]).input_activations
