@@ -76,7 +76,7 @@ def test_ngram_pairs_have_no_draft_folder(made: Halves, tmp_path: Path) -> None:
     manifest = read_manifest(pair)
     assert not (pair / "draft").exists()
     assert (manifest.draft.kind, manifest.draft.folder) == ("ngram", None)
-    assert manifest.speculation["ngram"] == {"min_ngram": 2, "max_ngram": 4}
+    assert manifest.speculation["ngram"] == {"min_ngram": 2, "max_ngram": 4, "branches": 1}
     assert manifest.vllm_speculative_config == {
         "method": "ngram",
         "num_speculative_tokens": 3,
