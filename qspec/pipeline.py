@@ -267,12 +267,13 @@ def _bench(arms: Arms, progress: Progress) -> Speed:
     targets = {"original": (arms.original, planned.target.plain), "quantized": (pair.target, planned.target.bytes)}
     runs: dict[str, Arm] = {}
     for name, (target, size) in targets.items():
-        plain = Arm(target, None, None, int(size.cost.weight_bytes), 0, size.cost.kv_bytes)
+        plain = Arm(target, weight_bytes=int(size.cost.weight_bytes), kv_bytes_per_token=size.cost.kv_bytes)
         drafter, weight = drafters[name]
         c_hat = planned.drafting.cost.ops / size.cost.ops if planned.drafting else 0.0
-        own = replace(plain, policy=draft_policy(recipe.speculation.draft_length), draft_bytes=int(weight), c_hat=c_hat)
-        more = pair.new_drafter if name == "quantized" else None
-        runs[name], runs[f"{name} + draft"] = plain, replace(own, drafter=drafter, new_drafter=more)
+        policy, new_drafter = draft_policy(recipe.speculation.draft_length), pair.new_drafter
+        drafted = replace(plain, drafter=drafter, policy=policy, draft_bytes=int(weight), c_hat=c_hat)
+        runs[name] = plain
+        runs[f"{name} + draft"] = replace(drafted, new_drafter=new_drafter if name == "quantized" else None)
     if not isinstance(recipe.draft, NgramDraft):
         policy = draft_policy(recipe.speculation.draft_length)
         runs["quantized + prompt lookup"] = replace(runs["quantized"], drafter=NgramDrafter(), policy=policy, c_hat=0.0)

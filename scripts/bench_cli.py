@@ -1,7 +1,8 @@
-"""What benchmarks of a matrix share: their options, and the form of a baseline file."""
+"""What benchmarks of a matrix share: their options, names of what they keep, and the form of a baseline file."""
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ def read_options(
         torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     return options
+
+
+def digest(settings: Any) -> str:
+    """Of all that decides a number: what a changed setting gives is kept under another name."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def write_baseline(path: Path, environment: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:

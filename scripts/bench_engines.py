@@ -3,8 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-import hashlib
+from dataclasses import asdict
 import json
 import os
 from pathlib import Path
@@ -17,84 +16,23 @@ from typing import Any
 from bench_cli import read_options, write_baseline
 from bench_fidelity import Bench as Fidelity
 from build_peers import fidelity_subject, installed, python_of, refusals, weights_path
-from engine_client import Worker
+from engine_cells import Cell, cells_of, requests_of
+from engine_client import AskedLM, Worker
+from engine_journal import WORK, Kept, distance_path, file_stem, note, read_journal
 from engine_rows import Answer, Row, speed_row, table
-import numpy as np
 import torch
-from torch import Tensor
 
-from qspec.bridges.text import prompts
 from qspec.errors import QspecError
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
-from qspec.records import Tokenizer
-from qspec.schema.engine_matrix import EngineMatrix, EngineSpec, Shape, read_engine_matrix
+from qspec.schema.engine_matrix import EngineMatrix, EngineSpec, read_engine_matrix
 from qspec.stages.bench import bandwidth
 from qspec.stages.compare import measure, summary
 
-WORK = Path("runs/bench_engines")
-JOURNAL = WORK / "journal.jsonl"
 BASELINE = Path("eval/baselines/cpu_engines.json")
 WARM_UP = 4
 LOADING = 240.0
 """Seconds for an engine to load, so that one that hangs takes little of a quiet hour."""
-Kept = dict[str, dict[int, Answer]]
-"""Answers by the key of their cell and by round."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What one engine is asked: requests of one shape, with one speculation."""
-
-    name: str
-    engine: EngineSpec
-    shape_name: str
-    shape: Shape
-    speculation: str
-    threads: int
-
-    @property
-    def key(self) -> str:
-        """By all that decides its numbers, so that a changed setting is a new cell."""
-        own = self.engine.model_dump(mode="json", exclude={"speculations", "shapes", "logits"})
-        told = [own, self.shape.model_dump(), self.engine.speculations[self.speculation], self.threads]
-        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-        return f"{self.name}/{self.shape_name}/{self.speculation} {digest[:12]}"
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """The speculation as the worker reads it."""
-        found = dict(self.engine.speculations[self.speculation])
-        for field in ("weights", "assistant"):
-            if field in found:
-                found[field] = str(weights_path(found[field]))
-        return found
-
-
-def cells_of(matrix: EngineMatrix) -> Iterator[Cell]:
-    for name, engine in matrix.engines.items():
-        for shape_name in engine.shapes or matrix.shapes:
-            for speculation in engine.speculations:
-                if speculation == "none" or shape_name in matrix.speculate_on:
-                    shape = matrix.shapes[shape_name]
-                    yield Cell(name, engine, shape_name, shape, speculation, matrix.threads)
-
-
-def requests_of(shape: Shape, source: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """The first `batch` prompts of the category that are long enough, each cut to be served in `prompt` tokens."""
-    found: list[list[int]] = []
-    for prompt in prompts(source, 10_000, [shape.category]):
-        words = tokenizer.encode(prompt.text, special=False)
-        for most in range(min(len(words), shape.prompt), 0, -1):
-            served = tokenizer.chat([{"role": "user", "content": tokenizer.decode(words[:most])}])
-            if len(served) <= shape.prompt:
-                break
-        if len(served) == shape.prompt and len(words) > most:
-            found.append(served)
-        if len(found) == shape.batch:
-            return found
-    rule = f"has {len(found)} prompts that can be served in {shape.prompt} tokens"
-    raise QspecError(f"{source} {shape.category}", rule, f"{shape.batch} are needed: lower the batch or the length")
 
 
 def missing(engine: EngineSpec, matrix: EngineMatrix) -> str | None:
@@ -110,8 +48,7 @@ def missing(engine: EngineSpec, matrix: EngineMatrix) -> str | None:
 def open_worker(name: str, matrix: EngineMatrix) -> Worker:
     engine = matrix.engines[name]
     script = Path(__file__).resolve().parent / "peers" / f"run_{engine.worker}.py"
-    log = WORK / f"{re.sub('[^A-Za-z0-9+]+', '-', name)}.log"
-    return Worker(name, [python_of(engine.peer), script], matrix.threads, log)
+    return Worker(name, [python_of(engine.peer), script], matrix.threads, WORK / f"{file_stem(name)}.log")
 
 
 def load_options(engine: EngineSpec, matrix: EngineMatrix, model: str) -> dict[str, Any]:
@@ -188,7 +125,7 @@ class Comparison:
         if worker is None:
             return
         with worker:
-            lm = AskedLM(worker, self.fidelity.model.arch.vocab_size)
+            lm = AskedLM(worker, self.fidelity.model.arch.vocab_size, WORK / "logits.bin")
             try:
                 found = {
                     corpus: measure(lm, rows, self.fidelity.references(rows))
@@ -198,49 +135,6 @@ class Comparison:
                 self.refused[name] = str(error)
                 return
         atomic_write(path, json.dumps({"facts": self.facts[name], "corpora": found}))
-
-
-class AskedLM:
-    """A worker as the language model that fidelity is measured on."""
-
-    max_length, length = 1 << 20, 0
-
-    def __init__(self, worker: Worker, vocab_size: int) -> None:
-        self._worker, self.vocab_size = worker, vocab_size
-
-    def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
-        path = WORK / "logits.bin"
-        self._worker.ask("logits", ids=tokens_T.tolist(), path=str(path))
-        logits_TV = torch.from_numpy(np.fromfile(path, dtype=np.float32).reshape(len(tokens_T), -1))
-        path.unlink()
-        return logits_TV[-last if last else 0 :, : self.vocab_size]
-
-    def truncate(self, length: int) -> None:
-        """Every question stands alone."""
-
-
-def distance_path(name: str, matrix: EngineMatrix) -> Path:
-    engine = matrix.engines[name]
-    told = [engine.worker, engine.weights, engine.options, fidelity_subject(matrix).model_dump(mode="json")]
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-    return WORK / f"kl-{re.sub('[^A-Za-z0-9+]+', '-', name)}-{digest[:12]}.json"
-
-
-def note(entry: dict[str, Any]) -> None:
-    with JOURNAL.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
-
-
-def read_journal(drop: set[str]) -> tuple[Kept, dict[str, dict[str, Any]]]:
-    """Answers and the engines' facts, by key; those of `drop` are left out, and removed from the file."""
-    lines = JOURNAL.read_text(encoding="utf-8").splitlines() if JOURNAL.exists() else []
-    entries = [entry for line in lines if (entry := json.loads(line))["key"] not in drop]
-    if drop:
-        atomic_write(JOURNAL, "".join(json.dumps(entry) + "\n" for entry in entries))
-    kept: Kept = {}
-    for entry in entries:
-        kept.setdefault(entry["key"], {})[entry["round"]] = Answer(**entry["answer"])
-    return kept, {entry["key"]: entry["facts"] for entry in entries}
 
 
 def rows_of(comparison: Comparison, cells: list[Cell], read: float | None) -> Iterator[Row]:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 import gc
-import hashlib
 import json
 from pathlib import Path
 import re
@@ -12,7 +11,7 @@ from tempfile import TemporaryDirectory
 import time
 from typing import Any
 
-from bench_cli import read_options, write_baseline
+from bench_cli import digest, read_options, write_baseline
 import torch
 
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
@@ -58,8 +57,7 @@ class Cell:
     @property
     def path(self) -> Path:
         """Where its record is kept: by all that decides its numbers, so that a changed setting is a new cell."""
-        digest = hashlib.sha256(json.dumps(self.recipe.as_dict(), sort_keys=True).encode()).hexdigest()
-        return WORK / f"{re.sub('[^A-Za-z0-9+.]+', '-', self.name)}-{digest[:12]}.json"
+        return WORK / f"{re.sub('[^A-Za-z0-9+.]+', '-', self.name)}-{digest(self.recipe.as_dict())}.json"
 
     def record(self) -> dict[str, Any] | None:
         return json.loads(self.path.read_bytes()) if self.path.exists() else None

@@ -1,6 +1,7 @@
 """Install the engines that a matrix compares, each in an environment of its own, and convert the model for each."""
 
 from collections.abc import Callable
+from functools import partial
 import json
 from pathlib import Path
 import re
@@ -74,16 +75,27 @@ def stamp(name: str) -> Path:
     return ROOT / name / "installed.json"
 
 
-def stamp_text(peer: Peer) -> str:
-    return json.dumps(peer.model_dump(mode="json"))
+def stamp_text(made: Peer | Weights) -> str:
+    return json.dumps(made.model_dump(mode="json"))
 
 
 def installed(name: str, peer: Peer) -> bool:
     return stamp(name).exists() and stamp(name).read_text(encoding="utf-8") == stamp_text(peer)
 
 
+def weights_stamp(name: str) -> Path:
+    return ROOT / "weights" / f"{name}.json"
+
+
+def converted(name: str, weights: Weights) -> bool:
+    found = weights_stamp(name)
+    return found.exists() and found.read_text(encoding="utf-8") == stamp_text(weights)
+
+
 def convert(name: str, weights: Weights, subject: Subject) -> None:
+    """The stamp is written last, here too."""
     out = weights_path(name)
+    weights_stamp(name).unlink(missing_ok=True)
     if out.is_dir():
         shutil.rmtree(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -93,25 +105,26 @@ def convert(name: str, weights: Weights, subject: Subject) -> None:
     elif weights.kind == "float":
         with staged_dir(out) as part:
             compressed.write_float(load(subject.source), part, getattr(torch, weights.format))
-    elif weights.kind == "gguf":
-        source = locate(subject.source).path
-        assert source is not None
-        run(python_of("llama_cpp"), SCRIPTS / "convert_gguf.py", source, out, weights.format)
     else:
-        source, part = weights_path("float32"), out.with_name(f".{out.name}.partial")
+        part = out.with_name(f".{out.name}.partial")
         shutil.rmtree(part, ignore_errors=True)
-        run(*converter(weights, source, part))
+        run(*converter(weights, subject, part))
         part.rename(out)
+    atomic_write(weights_stamp(name), stamp_text(weights))
 
 
-def converter(weights: Weights, source: Path, out: Path) -> tuple[str | Path, ...]:
-    """The peer's own command line."""
-    bin_of = python_of(weights.kind).parent
+def converter(weights: Weights, subject: Subject, out: Path) -> tuple[str | Path, ...]:
+    """The peer's own command line, which makes a file or a folder."""
+    if weights.kind == "gguf":
+        original = locate(subject.source).path
+        assert original is not None
+        return (python_of("llama_cpp"), SCRIPTS / "convert_gguf.py", original, out, weights.format)
+    bin_of, source = python_of(weights.kind).parent, weights_path("float32")
     if weights.kind == "openvino":
         name, _, group = weights.format.partition(" g")
-        told = ("--weight-format", name, "--task", "text-generation-with-past")
-        told += ("--group-size", group) if group else ()
-        return (bin_of / "optimum-cli", "export", "openvino", "--model", source, *told, out)
+        task = ("--task", "text-generation-with-past", "--weight-format", name)
+        grouped = ("--group-size", group) if group else ()
+        return (bin_of / "optimum-cli", "export", "openvino", "--model", source, *task, *grouped, out)
     told = ("--quantization", weights.format, "--output_dir", out)
     return (bin_of / "ct2-transformers-converter", "--model", source, *told)
 
@@ -122,9 +135,9 @@ def main() -> None:
     subject = fidelity_subject(matrix)
     jobs: dict[str, tuple[bool, Callable[[], None]]] = {}
     for name, peer in matrix.peers.items():
-        jobs[name] = installed(name, peer), lambda name=name, peer=peer: install(name, peer)
+        jobs[name] = installed(name, peer), partial(install, name, peer)
     for name, weights in matrix.weights.items():
-        jobs[name] = weights_path(name).exists(), lambda name=name, w=weights: convert(name, w, subject)
+        jobs[name] = converted(name, weights), partial(convert, name, weights, subject)
     for name, (done, make) in jobs.items():
         if not re.search(args.only, name):
             continue

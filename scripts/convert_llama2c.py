@@ -100,7 +100,8 @@ def read_model(path: Path) -> tuple[Header, dict[str, Tensor]]:
 
 def half_split(w_LNK: Tensor, heads: int) -> Tensor:
     """Rows of each head reordered: llama2.c rotates neighbours, transformers row `i` with row `i + head_dim / 2`."""
-    return w_LNK.unflatten(1, (heads, -1, 2)).transpose(2, 3).flatten(1, 3)
+    pairs: Tensor = w_LNK.unflatten(1, (heads, -1, 2))
+    return pairs.transpose(2, 3).flatten(1, 3)
 
 
 def _by_layer(whole: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

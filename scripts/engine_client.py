@@ -11,6 +11,10 @@ import subprocess
 from time import monotonic
 from typing import Any, Self
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from qspec.errors import QspecError
 
 PATIENCE = 900.0
@@ -25,7 +29,7 @@ class Worker:
     """
 
     def __init__(self, name: str, command: Sequence[str | Path], threads: int, log: Path) -> None:
-        self._name, self._unread = name, b""
+        self._name, self._fix, self._unread = name, f"read {log}", b""
         settings = os.environ | dict.fromkeys(VARIABLES, str(threads)) | {"TOKENIZERS_PARALLELISM": "false"}
         cores = sorted(os.sched_getaffinity(0))[:threads]
         with log.open("wb") as errors:
@@ -48,11 +52,11 @@ class Worker:
             reply = json.loads(self._line(monotonic() + patience))
         except (OSError, ValueError) as error:
             code = self._process.poll()
-            raise QspecError(self._name, f"ended with {code} at {command}", "read its log") from error
+            raise QspecError(self._name, f"ended with {code} at {command}", self._fix) from error
         finally:
             self._signal(signal.SIGSTOP)
         if "error" in reply:
-            raise QspecError(self._name, f"{command} failed: {reply['error']}", "read its log")
+            raise QspecError(self._name, f"{command} failed: {reply['error']}", self._fix)
         return dict(reply)
 
     def close(self) -> None:
@@ -75,7 +79,7 @@ class Worker:
             left = deadline - monotonic()
             if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
                 self.close()
-                raise QspecError(self._name, "did not answer in time", "read its log")
+                raise QspecError(self._name, "did not answer in time", self._fix)
             part = os.read(self._process.stdout.fileno(), 1 << 20)
             if not part:
                 self._process.wait()
@@ -87,3 +91,22 @@ class Worker:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+class AskedLM:
+    """A worker as the language model that fidelity is measured on."""
+
+    max_length, length = 1 << 20, 0
+
+    def __init__(self, worker: Worker, vocab_size: int, path: Path) -> None:
+        """`path`: where logits lie between the two processes."""
+        self._worker, self.vocab_size, self._path = worker, vocab_size, path
+
+    def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        self._worker.ask("logits", ids=tokens_T.tolist(), path=str(self._path))
+        logits_TV = torch.from_numpy(np.fromfile(self._path, dtype=np.float32).reshape(len(tokens_T), -1))
+        self._path.unlink()
+        return logits_TV[-last if last else 0 :, : self.vocab_size]
+
+    def truncate(self, length: int) -> None:
+        """Every question stands alone."""

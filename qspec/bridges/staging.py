@@ -83,6 +83,8 @@ class Staging:
     """
 
     def __init__(self, folder: Path, direct: bool = False) -> None:
+        if direct and not hasattr(os, "O_DIRECT"):
+            raise SourceError("direct_io", "reads past the file cache as only Linux does", "leave direct_io off")
         read_tensors(folder)  # refuses what is no safetensors
         self._files = [_File(path, direct) for path in weight_files(folder) if path.suffix == ".safetensors"]
         self._layers: dict[str, dict[str, _Stored]] = {}
@@ -136,9 +138,7 @@ class _File:
         try:
             self._fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         except OSError as error:
-            fix = (
-                "leave direct_io off, or keep the pair on a disk of its own" if direct else "check path and permissions"
-            )
+            fix = "leave direct_io off: not every file system has it" if direct else "check path and permissions"
             raise SourceError(str(path), f"cannot be opened to be read from ({error.strerror})", fix) from error
         weakref.finalize(self, os.close, self._fd)
         self._state = self._stat()
@@ -164,9 +164,8 @@ class _File:
     def _stored(self, facts: dict[str, Any], data: int) -> _Stored:
         start, stop = facts["data_offsets"]
         if facts["dtype"] not in _DTYPES:
-            raise SourceError(
-                str(self.path), f"holds {facts['dtype']}, which is not read here", "open it without a limit"
-            )
+            rule = f"holds {facts['dtype']}, which is not read layer by layer"
+            raise SourceError(str(self.path), rule, "open it without a memory limit")
         return _Stored(self, data + start, data + stop, facts["dtype"], tuple(facts["shape"]))
 
     def _stat(self) -> tuple[int, int]:
@@ -194,7 +193,7 @@ class _Handle:
 
 @dataclass(frozen=True)
 class _Slice:
-    """A tensor of which a part is read."""
+    """A tensor that a part is asked of; all of it is read."""
 
     handle: _Handle
     name: str

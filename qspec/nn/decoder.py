@@ -112,8 +112,11 @@ class Decoder:
     def _own_head(self, weights: "_Weights", linears: Mapping[str, QLinear]) -> Linear:
         if self.arch.tied and "lm_head" not in linears:
             assert self._embed_VK is not None, "a tied head is the embedding"
-            return merged_linear([self._embed_VK], [None], self._dtype)
+            return self._tied_head(self._embed_VK)
         return weights.linear("lm_head")
+
+    def _tied_head(self, embed_VK: Tensor) -> Linear:
+        return merged_linear([embed_VK], [None], self._dtype)
 
     @property
     def vocab_size(self) -> int:

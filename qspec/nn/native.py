@@ -27,6 +27,8 @@ from qspec.records import EMBEDDING, ArchMap, LoadedModel, QLinear, QuantizedMod
 
 _FLOAT_CACHE, _INT8_CACHE, _FP8_CACHE = range(3)
 _FORKED, _NO_MEMORY, _BAD_TOKEN = 1, 2, 3
+_MOST_HEAD = 256
+"""Head size that a thread has room for: `MOST_PANELS` of native/model.cpp."""
 
 
 class NativeDecoder:
@@ -206,12 +208,11 @@ class _Core:
         tied = model.arch.tied and "lm_head" not in linears
         embedding_VK = model.tensors[EMBEDDING]
         head = pack_linears([embedding_VK], [None]) if tied else source.linear("lm_head")
-        embedding = _Matrix() if tied else _matrix(rows := pack_rows(embedding_VK))
+        rows = None if tied else pack_rows(embedding_VK)
+        embedding = _Matrix() if rows is None else _matrix(rows)
         norm_K = source.norm("model.norm")
         last = _matrix(head)
         self._check(self.lib.qspec_set_ends(self.handle, byref(embedding), norm_K.data_ptr(), byref(last)))
-        if not tied:
-            del rows  # held until it was copied
 
     def _load_layer(self, i: int, base: str, source: "_Source", model: LoadedModel | QuantizedModel) -> None:
         arch, attn, router = model.arch, f"{base}.self_attn", model.arch.router(base)
@@ -266,6 +267,8 @@ def _arch_obstacle(arch: ArchMap) -> str | None:
     reasons = {
         "a rotation in front of down_proj": arch.down_hadamard,
         f"head size {arch.head_dim}, no multiple of 8": arch.head_dim % 8 != 0,
+        f"head size {arch.head_dim}, above {_MOST_HEAD}": arch.head_dim > _MOST_HEAD,
+        "norms after a mixture of experts": arch.n_experts > 0 and arch.post_norms,
         "a piece of a model": not arch.has_head or arch.first_layer != 0,
     }
     return next((reason for reason, found in reasons.items() if found), None)

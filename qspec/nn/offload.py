@@ -5,7 +5,7 @@ the stored codes, so quantization and offload multiply. A pass over k + 1 tokens
 reading is what takes the time, verification costs one plain step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import cycle
 import mmap
@@ -16,12 +16,13 @@ from typing import Protocol, Self
 import weakref
 
 import torch
+from torch import Tensor
 
-from qspec.nn.decoder import Decoder, Layer, _Weights
+from qspec.nn.decoder import Decoder, Layer
 from qspec.nn.residency import BUFFERS, Residency, held_bytes, layer_bytes, plan_residency
 from qspec.ops.cpu import FloatLinear
 from qspec.ops.select import Kernels, Linear
-from qspec.records import ArchMap, QLinear, QuantizedModel
+from qspec.records import ArchMap, QuantizedModel
 
 _CLOSED = "the model was closed: open it again"
 Filled = tuple[str, mmap.mmap] | Exception
@@ -88,12 +89,9 @@ class OffloadedDecoder(Decoder):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _own_head(self, weights: _Weights, linears: Mapping[str, QLinear]) -> Linear:
-        """A tied head without the copy that lies beside a mapped embedding: this embedding is not mapped."""
-        if self.arch.tied and "lm_head" not in linears:
-            assert self._embed_VK is not None
-            return FloatLinear(self._embed_VK)
-        return super()._own_head(weights, linears)
+    def _tied_head(self, embed_VK: Tensor) -> Linear:
+        """Without the copy that lies beside a mapped embedding: this one is not mapped."""
+        return FloatLinear(embed_VK)
 
     def _fixed_bytes(self, model: QuantizedModel, dtype: torch.dtype, kernels: Kernels) -> int:
         """All that belongs to no layer, the KV cache of one sequence included."""

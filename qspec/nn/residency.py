@@ -49,8 +49,8 @@ class Residency:
 
 
 def megabytes(count: int) -> str:
-    """`12.3 MB`, of 10^6 bytes; rounded up, so that it is always enough."""
-    return f"{-(-count // 100_000) / 10:,.1f} MB"
+    """`12.3 MB`, of 10^6 bytes, as limits are written; rounded up, so that it is always enough."""
+    return f"{-(-count // 100_000) / 10:.1f} MB"
 
 
 def plan_residency(limit: int, fixed: int, layers: Mapping[str, LayerBytes]) -> Residency:

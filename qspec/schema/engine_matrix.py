@@ -1,5 +1,6 @@
 """A matrix of CPU engines to compare on one model: who runs what, on which prompts (`matrices/cpu_engines.yaml`)."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,7 +91,7 @@ class EngineMatrix(Strict):
         return self
 
 
-def _known(where: str, names: Any, among: dict[str, Any]) -> None:
+def _known(where: str, names: Iterable[str], among: Mapping[str, object]) -> None:
     for name in names:
         if name not in among:
             raise ValueError(f"{where} names {name!r}; it is none of {', '.join(among)}")

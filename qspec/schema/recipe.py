@@ -302,6 +302,11 @@ class Recipe(Strict):
     benchmark: BenchmarkSpec = BenchmarkSpec()
     budget: BudgetSpec = BudgetSpec()
 
+    @property
+    def halves(self) -> list[ModelSpec | SelfDraft]:
+        """The target and, if it has weights to quantize, the draft."""
+        return [self.target, self.draft] if isinstance(self.draft, ModelDraft | SelfDraft) else [self.target]
+
     @model_validator(mode="after")
     def _held_out(self) -> "Recipe":
         held_out = self.evaluation.fidelity and self.evaluation.fidelity.data
@@ -311,8 +316,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _text_to_judge_by(self) -> "Recipe":
-        halves = [self.target, self.draft] if isinstance(self.draft, ModelDraft | SelfDraft) else [self.target]
-        specs = [half.quantization for half in halves]
+        specs = [half.quantization for half in self.halves]
         fed_back = any(spec.engine == "qspec" and spec.method == "gptq" for spec in specs)
         if fed_back and self.calibration.samples < 2:
             raise ValueError("method gptq judges by a text that it is not fitted to; raise calibration.samples to 2")
@@ -320,9 +324,8 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _groups_are_committed(self) -> "Recipe":
-        halves = [self.target, self.draft] if isinstance(self.draft, ModelDraft | SelfDraft) else [self.target]
         longest = self.speculation.draft_length.longest
-        for kv in (half.quantization.kv for half in halves):
+        for kv in (half.quantization.kv for half in self.halves):
             if kv is not None and kv.by_channel and kv.residual < longest:
                 rule = f"residual {kv.residual} is below the longest draft ({longest}), which may be rolled back"
                 raise ValueError(f"kv: {rule}; channel scales need residual: {longest} or more (64 is always enough)")
@@ -337,8 +340,8 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _caches_take_trees(self) -> "Recipe":
-        halves = [self.target, self.draft] if isinstance(self.draft, ModelDraft | SelfDraft) else [self.target]
-        for half, kv in ((half, half.quantization.kv) for half in halves if self.drafts_trees):
+        for half in self.halves if self.drafts_trees else ():
+            kv = half.quantization.kv
             if kv is not None and (kv.by_channel or kv.residual):
                 name = "target" if half is self.target else "draft"
                 rule = "channel scales and residual round tokens by positions, which the nodes of a tree share"

@@ -16,6 +16,6 @@ def parse_bytes(text: str | int, what: str) -> int:
     """Bytes; MB is 10^6, MiB 2^20. `what` names the value in the `RecipeError` for anything else."""
     found = _SIZE.fullmatch(str(text))
     unit = found and _UNITS.get(found[2].lower())
-    if not found or not unit or not (count := int(float(found[1]) * unit)):
+    if not found or not unit or not (count := round(float(found[1]) * float(unit))):
         raise RecipeError(f"{what} {text!r}", "is no size in memory", "give a number and a unit: 200MB, 2GiB")
     return count

@@ -33,7 +33,6 @@ class Account:
         """A step took `gain` plain steps less than its tokens would have without a drafter.
 
         `invested` of them, lost for now, are for all steps of the request.
-
         pays: whether drafts are expected to gain; silent: the drafter had nothing to say, which decides nothing.
         """
         self.saved = min(MOST_SAVED, self.saved + gain)
@@ -45,7 +44,7 @@ class Account:
                 self.on, self.look, self.wait = True, 0, FIRST_WAIT
             elif not self.look:
                 self.stop()
-        elif not pays or self.saved + self.invested < -MOST_LOST:
+        elif not (pays or silent) or self.saved + self.invested < -MOST_LOST:
             self.stop()
 
     def stop(self) -> None:

@@ -96,15 +96,15 @@ class Timings:
 
     def add_draft(self, drafted: int, seconds: float, behind: int) -> None:
         """A draft of so many tokens, which first read the `behind` committed ones that it had not been asked about."""
-        if behind == 0:
-            self._draft.append(seconds / drafted)
-        elif not self._draft:
+        if behind and self._draft:
+            self._add_read(drafted, behind, seconds)
+        elif behind:
             self._unsplit = drafted, behind, seconds
         else:
-            self._add_read(drafted, behind, seconds)
-        if behind == 0 and self._unsplit is not None:
-            self._add_read(*self._unsplit)
-            self._unsplit = None
+            self._draft.append(seconds / drafted)
+            if self._unsplit is not None:
+                self._add_read(*self._unsplit)
+                self._unsplit = None
 
     def _add_read(self, drafted: int, behind: int, seconds: float) -> None:
         rest = max(0.0, seconds - drafted * self.draft)

@@ -31,10 +31,10 @@ class Optimal:
     tokens, at the best rate, than it can bring.
 
     Each domain has an `Account` of what its steps with drafts have gained over plain ones, everything that drafting
-    took included; where that turns to a loss drafts stop, whatever the estimates say. At 0 a step costs one addition
-    and one comparison, and the drafter is left alone. A look at drafts again comes after waits that double each time it
+    took included; where that turns to a loss drafts stop, whatever the estimates say. At 0 a step is counted and its
+    pass is timed, and the drafter is left alone. A look at drafts again comes after waits that double each time it
     brings nothing, and only when all that drafts have lost, and could lose now, is within `SHARE` of all decoding time.
-    The first three steps are plain, the first two drafts are short.
+    The first three steps are plain, and drafts are short until their cost is known.
     """
 
     def __init__(self, k: int = 5, max_k: int = 16, share: float = SHARE) -> None:
@@ -42,7 +42,7 @@ class Optimal:
         self._everything = Outcomes(max_k)
         self._memory = History(lambda: (Outcomes(max_k, self._everything.pooled), Account()))
         self._times = Timings()
-        self._since_plain, self._plain_after, self._behind, self._made = 0, 0, 0, 0
+        self._since_plain, self._plain_after, self._made = 0, 0, 0
         self._seconds, self._lost = 0.0, 0.0
         self._stated = False
         self._domain, self._account = self._memory.of("")
@@ -69,10 +69,8 @@ class Optimal:
             if account.left > 0 or self._keeps_waiting():
                 return 0
             account.start_look()
-        if not self._times.knows_draft:
-            return min(self._k, FIRST_LENGTH)
-        if account.look:
-            return self._look
+        if account.look or not self._times.knows_draft:
+            return self._best
         if self._too_short:
             return 0
         return self._max if self._stated else self._best
@@ -133,23 +131,22 @@ class Optimal:
     def _keeps_waiting(self) -> bool:
         """Whether a look could now lose more than may be lost; if so the wait is set to when it cannot."""
         draft, plain = self._times.draft, self._verify[0]
-        step = draft * self._look + self._verify[self._look] - plain  # with nothing accepted
+        step = draft * self._best + self._verify[self._best] - plain  # with nothing accepted
         loss = self._lost + self._times.read(self._behind) + LOOK * step
         self._account.left = ceil((loss - self._share * self._seconds) / (self._share * plain)) if plain else 0
         return self._account.left > 0
 
     def _plan(self) -> None:
-        """Best length, best length above 0, what a token gains by it, and the price of each further token."""
+        """Best length above 0, whether it pays, what a token gains by it, and the price of each further token."""
         self._rates = self._domain.rates()
         self._verify = self._times.verify(self._max + 1)
         draft, plain = self._times.draft, self._verify[0]
-        self._best, self._look, self._price = self._k, min(self._k, FIRST_LENGTH), [0.0] * self._max
-        self._pays, self._saving = True, 0.0
         if not plain or not self._times.knows_draft:
-            self._saving = inf
+            self._best, self._price = min(self._k, FIRST_LENGTH), [0.0] * self._max
+            self._pays, self._saving = True, inf
             return
         c, costs = draft / plain, [seconds / plain for seconds in [0.0, *self._verify]]
-        self._best = self._look = optimal_gamma(self._rates, c, self._max, costs.__getitem__, least=1)
+        self._best = optimal_gamma(self._rates, c, self._max, costs.__getitem__, least=1)
         seconds = self._best * draft + self._verify[self._best]
         rate = expected_tokens(self._rates, self._best) / seconds
         self._saving = plain - 1 / rate

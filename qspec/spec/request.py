@@ -16,6 +16,7 @@ from qspec.nn.lm import LM, TreeLM
 from qspec.numerics.trees import Parents, children, depths, under_root
 from qspec.numerics.verify import verify_greedy, verify_sampling, verify_tree_greedy, verify_tree_sampling
 from qspec.spec.types import (
+    NOTHING,
     Drafter,
     DraftLength,
     Generation,
@@ -26,8 +27,6 @@ from qspec.spec.types import (
     Verdict,
     draw_uniforms,
 )
-
-NOTHING = Proposal(torch.empty(0, dtype=torch.long), None)
 
 
 @dataclass

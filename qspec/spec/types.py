@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qspec.errors import RecipeError
 from qspec.numerics.probs import target_law
+from qspec.numerics.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Proposal:
     parents_K: tuple[int, ...] | None = None
     source: str = ""
 
+    @classmethod
+    def certain(cls, tree: Tree, seconds: float) -> "Proposal":
+        """Of nodes that were chosen, not drawn."""
+        return cls(torch.tensor(tree.tokens_K, dtype=torch.long), None, seconds, tuple(tree.parents_K))
+
     @property
     def parents(self) -> tuple[int, ...]:
         """`parents_K`, spelled out for a chain."""
@@ -69,6 +75,10 @@ class Proposal:
     def is_chain(self) -> bool:
         """Whether no token has a sibling and none is left out."""
         return self.parents_K is None or self.parents_K == tuple(range(-1, len(self.parents_K) - 1))
+
+
+NOTHING = Proposal(torch.empty(0, dtype=torch.long), None)
+"""No draft: the step is plain."""
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,15 @@ from qspec.records import Tokenizer
 from qspec.schema.recipe import BenchmarkSpec, Recipe
 from qspec.schema.results import Measurement, Mismatch, Scalar, Speed
 from qspec.spec.drafters.combined import CombinedDrafter
-from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
-from qspec.spec.drafters.tree import TreeDrafter
 from qspec.spec.engine import generate
 from qspec.spec.stats import teacher_forced_betas
-from qspec.spec.types import Drafter, Generation, Sampling
+from qspec.spec.types import Generation, Sampling
 from qspec.stages import bench_stats
 from qspec.stages.bench_arm import Arm
 from qspec.stages.bench_batch import measure_batches
 from qspec.stages.bench_stats import ArmFacts, Request, Run
+from qspec.stages.drafting import draft_lm
 
 WARM_UP_TOKENS = 4
 BANDWIDTH_BYTES = 256 << 20
@@ -172,7 +171,7 @@ def _teacher_forced(
     By arm, temperature and category; `all` is every one.
     """
     found: dict[tuple[str, float, str], list[Tensor]] = {}
-    models = {name: model for name, arm in arms.items() if (model := _draft_model(arm.drafter)) is not None}
+    models = {name: model for name, arm in arms.items() if (model := draft_lm(arm.drafter)) is not None}
     for run in runs:
         if run.repeat == 0 and run.prompt < FORCED_PROMPTS:
             sampling = Sampling(run.temperature, recipe.speculation.top_k, recipe.speculation.top_p)
@@ -182,11 +181,6 @@ def _teacher_forced(
                 for category in ("all", requests[run.prompt].category):
                     found.setdefault((name, run.temperature, category), []).append(betas)
     return {key: torch.cat(betas) for key, betas in found.items()}
-
-
-def _draft_model(drafter: Drafter | None) -> LM | None:
-    inner = drafter.model if isinstance(drafter, CombinedDrafter) else drafter
-    return inner.lm if isinstance(inner, ModelDrafter | TreeDrafter) else None
 
 
 def find_mismatches(

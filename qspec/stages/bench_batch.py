@@ -15,7 +15,7 @@ from qspec.spec.batch import Prompt, generate_batch
 from qspec.spec.types import DraftLength, Generation, Sampling
 from qspec.stages.bench_arm import Arm
 from qspec.stages.bench_stats import ArmFacts, Request
-from qspec.stages.drafting import draft_policy
+from qspec.stages.drafting import request_policy
 
 Answers = list[list[Generation]]
 """Of every repeat and group of prompts, in the order of measurement."""
@@ -43,7 +43,7 @@ def measure_batches(
     for batch, temperature, name, plain in progress.track(jobs, "batches", len(jobs), "size"):
         answers: dict[str, Answers] = {plain: [], name: []}
         # a slot keeps its policy, so that one that learns has learned
-        policies = [draft_policy(recipe.speculation.draft_length) for _ in range(batch)]
+        policies = [request_policy(recipe.speculation.draft_length) for _ in range(batch)]
         for repeat in range(spec.repeats):
             for number, group in enumerate(_groups(requests, batch)):
                 order = [plain, name] if (repeat + number) % 2 == 0 else [name, plain]
@@ -74,8 +74,8 @@ def _run(
             request.tokens,
             most,
             torch.Generator().manual_seed(recipe.seed + i),
-            None if arm.new_drafter is None else arm.new_drafter(),
-            policy,
+            arm.new_drafter and arm.new_drafter(),
+            policy if arm.new_drafter else None,
             request.category,
         )
         for i, (request, policy) in enumerate(zip(group, policies, strict=True))

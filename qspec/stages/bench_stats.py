@@ -217,7 +217,7 @@ def _acceptance(
                 per_position_ci=stats.per_position_ci,
                 teacher_forced=_teacher_forced(betas.get(category)),
                 nodes_per_step=stats.nodes_per_step,
-                sources=tuple(SourceCounts(source=name, **asdict(counts)) for name, counts in stats.by_source.items()),
+                sources=tuple(SourceCounts(source=s, **asdict(counts)) for s, counts in stats.by_source.items()),
             )
         )
     return found

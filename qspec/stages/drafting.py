@@ -3,6 +3,7 @@
 from typing import assert_never
 
 from qspec.nn.engines import AnyDecoder
+from qspec.nn.lm import LM
 from qspec.records import ArchMap
 from qspec.schema.recipe import DraftLengthSpec, LookupDraft, ModelDraft, NgramDraft, SelfDraft, SuffixDraft
 from qspec.spec import draft_length
@@ -17,6 +18,11 @@ from qspec.spec.types import Drafter, DraftLength
 def draft_policy(spec: DraftLengthSpec) -> DraftLength:
     """A policy of its own: one that learns must not be shared by different pairs."""
     return draft_length.build(spec.policy, spec.k, spec.max_k, spec.threshold, spec.by_batch)
+
+
+def request_policy(spec: DraftLengthSpec) -> DraftLength:
+    """A policy for one request of a batch, which `generate_batch` caps by the number of requests."""
+    return draft_policy(spec.model_copy(update={"by_batch": ()}))
 
 
 def lookup_drafter(spec: LookupDraft) -> Drafter:
@@ -38,20 +44,13 @@ def model_drafter(decoder: AnyDecoder, draft: ModelDraft | SelfDraft, target: Ar
     if draft.tree is not None:
         tree = draft.tree
         model = TreeDrafter(decoder, tree.width, tree.depth, tree.nodes, target.eos_ids, tokens)
-    return with_lookup(model, draft)
-
-
-def with_lookup(model: Drafter, draft: ModelDraft | SelfDraft) -> Drafter:
-    """A draft model behind the lookup that its recipe asks for, at that kind's defaults."""
     if draft.lookup == "none":
         return model
     lookup = NgramDraft(kind="ngram") if draft.lookup == "ngram" else SuffixDraft(kind="suffix")
     return CombinedDrafter(lookup_drafter(lookup), model)
 
 
-def draft_decoder(drafter: Drafter) -> AnyDecoder | None:
+def draft_lm(drafter: Drafter | None) -> LM | None:
     """The draft model that a drafter asks; None for one without."""
     inner = drafter.model if isinstance(drafter, CombinedDrafter) else drafter
-    if isinstance(inner, ModelDrafter | TreeDrafter) and isinstance(inner.lm, AnyDecoder):
-        return inner.lm
-    return None
+    return inner.lm if isinstance(inner, ModelDrafter | TreeDrafter) else None

@@ -21,8 +21,8 @@ SAMPLE_ROWS = 128
 """Input rows per layer on which smoothing strengths and variants are tried."""
 HANDLING, ROUNDING, FEEDBACK = 5e-8, 1e-8, 1e-7
 """Seconds per weight: read, check, store and read back; round to nearest once; round with error feedback once."""
-FEEDBACK_RUNS, FEEDBACK_PASSES = 4, 3.2
-"""Three dampings and the final one; passes over the text, second moments included."""
+FEEDBACK_RUNS, FEEDBACK_PASSES = 2, 3.2
+"""The one that is judged and the final one; passes over the text, second moments included."""
 UNITS = 4
 """Decisions per decoder layer: q/k/v, o, gate/up, down."""
 SENSITIVITY_TOKENS = {"output": 1024, "kl": 512}
@@ -59,11 +59,6 @@ class HalfCost:
     layers: int
     reasons: tuple[str, ...] = ()
     kv_candidates: int = 0
-
-    @property
-    def feeds_back(self) -> bool:
-        """Whether error feedback chooses codes here, and not in another library."""
-        return self.spec.engine == "qspec" and self.spec.method == "gptq"
 
 
 def steps(recipe: Recipe, halves: list[HalfCost]) -> list[Step]:
@@ -128,7 +123,7 @@ def _searches(half: HalfCost, rate: float) -> float:
 
 
 def _feedback(half: HalfCost, tokens: int, rate: float) -> float:
-    if not half.feeds_back:
+    if half.spec.engine != "qspec" or half.spec.method != "gptq":
         return 0.0
     return FEEDBACK_RUNS * FEEDBACK * half.rounded + FEEDBACK_PASSES * tokens * half.cost.ops / rate
 

@@ -4,11 +4,14 @@ from collections.abc import Iterator
 
 from qspec.numerics.blocks import PerGroup, PerTensor
 from qspec.plan import LayerScheme
-from qspec.schema.quantization import ClipSpec, KVPartSpec, KVSpec, QuantSpec, SmoothingSpec
+from qspec.schema.quantization import RANDOM_ROWS, ClipSpec, KVPartSpec, KVSpec, QuantSpec, SmoothingSpec
 from qspec.schema.recipe import CalibrationSpec, DraftLengthSpec, Recipe
 from qspec.stages.build_plan import layer_scheme
 from qspec.stages.planned import PlannedHalf, PlannedPair
 from qspec.stages.preflight import Finding
+
+Said = tuple[str, str, str]
+"""Field, why it has no effect, and what to do."""
 
 
 def idle_findings(pair: PlannedPair) -> Iterator[Finding]:
@@ -20,10 +23,6 @@ def idle_findings(pair: PlannedPair) -> Iterator[Finding]:
                 yield Finding("warning", f"{name}.quantization.{field}", rule, fix)
     for field, rule, fix in (*_calibration(pair), *_fusion(pair), *_rest(pair.recipe)):
         yield Finding("warning", field, rule, fix)
-
-
-Said = tuple[str, str, str]
-"""Field, why it has no effect, and what to do."""
 
 
 def _quantization(half: PlannedHalf) -> Iterator[Said]:
@@ -43,6 +42,8 @@ def _quantization(half: PlannedHalf) -> Iterator[Said]:
     if spec.clip.percentile != ClipSpec().percentile and spec.clip.method != "percentile":
         rule = f"clip.method is {spec.clip.method}"
         yield f"clip.percentile {spec.clip.percentile:g}", rule, "omit it, or use method: percentile"
+    if spec.random_rows != RANDOM_ROWS and not half.reasons:
+        yield f"random_rows {spec.random_rows}", "nothing in this half is measured on text", "omit it"
     if schemes:
         return
     asked = {f"method {spec.method}": spec.method != "rtn", "smoothing": spec.smoothing is not None}
@@ -97,8 +98,7 @@ def _calibration(pair: PlannedPair) -> Iterator[Said]:
 
 def _fusion(pair: PlannedPair) -> Iterator[Said]:
     fusion = pair.recipe.fusion
-    halves = [half for half in (pair.target, pair.draft) if half is not None]
-    own = [half for half in halves if half.spec.engine == "qspec"]
+    own = [half for half in pair.halves if half.spec.engine == "qspec"]
     per_tensor = any(_per_tensor(scheme) for half in own for scheme in half.possible.values())
     if not fusion.share_scales and not per_tensor:
         yield "fusion.share_scales false", "no layer has a scale per tensor that could be shared", "omit it"

@@ -35,7 +35,7 @@ from qspec.spec.batch import Prompt, generate_batch as run_batch
 from qspec.spec.stats import SpecStats
 from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
 from qspec.stages.check import check_scales, real_vocab
-from qspec.stages.drafting import draft_decoder, draft_policy, lookup_drafter, model_drafter
+from qspec.stages.drafting import draft_lm, draft_policy, lookup_drafter, model_drafter, request_policy
 
 _TIMED_STEPS = 5
 _UNFINISHED = "\ufffd"
@@ -137,7 +137,7 @@ class LoadedPair:
                 max_new_tokens,
                 torch.Generator().manual_seed((seed + i) % (MOST_SEED + 1)),
                 self.new_drafter() if speculative else None,
-                draft_policy(length.model_copy(update={"by_batch": ()})),
+                request_policy(length),
                 domain,
             )
             for i, prompt in enumerate(prompts)
@@ -154,14 +154,9 @@ class LoadedPair:
 
     def new_drafter(self) -> Drafter:
         """A drafter on the same draft weights, with a cache and a memory of its own."""
-        if isinstance(self.recipe.draft, LookupDraft):
-            return lookup_drafter(self.recipe.draft)
-        assert isinstance(self.recipe.draft, ModelDraft | SelfDraft)
-        decoder = draft_decoder(self.drafter)
-        assert decoder is not None
-        assert self.draft_model is not None
-        tokens = real_vocab(self.draft_model.tokenizer)
-        return model_drafter(decoder.fork(), self.recipe.draft, self.model.arch, tokens)
+        decoder = draft_lm(self.drafter)
+        fork = decoder.fork() if isinstance(decoder, AnyDecoder) else None
+        return _drafter(self.recipe, self.model.arch, self.draft_model, fork)
 
     def _sampling(self, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
         """The recipe's, where nothing else is asked for."""
@@ -203,6 +198,9 @@ def open_pair(
     draft = None if isinstance(recipe.draft, LookupDraft) else _half(folder / "draft")
     length = recipe.speculation.max_length or target.arch.max_positions
     options: dict[str, Any] = {"dtype": compute_dtype(recipe.dtype), "kernels": kernels}
+    decoder = None
+    if draft is not None:
+        decoder = open_decoder(draft, max_length=min(length, draft.arch.max_positions), **options)
     return LoadedPair(
         folder,
         manifest,
@@ -212,7 +210,7 @@ def open_pair(
         open_decoder(target, max_length=length, **options)
         if staging is None or limit is None
         else OffloadedDecoder.open(target, staging, limit, max_length=length, **options),
-        _drafter(recipe, target.arch, draft, length, options),
+        _drafter(recipe, target.arch, draft, decoder),
         draft_policy(recipe.speculation.draft_length),
     )
 
@@ -228,14 +226,12 @@ def compute_dtype(name: Dtype) -> torch.dtype:
     return torch.float32 if name == "auto" else getattr(torch, name)
 
 
-def _drafter(
-    recipe: Recipe, arch: ArchMap, draft: QuantizedModel | None, length: int, options: dict[str, Any]
-) -> Drafter:
+def _drafter(recipe: Recipe, arch: ArchMap, draft: QuantizedModel | None, decoder: AnyDecoder | None) -> Drafter:
     if isinstance(recipe.draft, LookupDraft):
         return lookup_drafter(recipe.draft)
     assert draft is not None
+    assert decoder is not None
     assert isinstance(recipe.draft, ModelDraft | SelfDraft)
-    decoder = open_decoder(draft, max_length=min(length, draft.arch.max_positions), **options)
     return model_drafter(decoder, recipe.draft, arch, real_vocab(draft.tokenizer))
 
 

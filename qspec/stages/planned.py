@@ -97,10 +97,14 @@ class PlannedPair:
     own_rows: int
 
     @property
+    def halves(self) -> list[PlannedHalf]:
+        """The target and, if it has weights to quantize, the draft."""
+        return [half for half in (self.target, self.draft) if half is not None]
+
+    @property
     def calibrates(self) -> bool:
         """Whether any half must see calibration text."""
-        halves = [half for half in (self.target, self.draft) if half is not None]
-        return any(half.spec.method != "rtn" or half.reasons for half in halves)
+        return any(half.reasons for half in self.halves)
 
     @property
     def drafting(self) -> Footprint | None:
@@ -134,9 +138,8 @@ class PlannedPair:
     @property
     def windows(self) -> int:
         """Bytes of float KV windows that a sequence takes in both halves, beside its KV per token."""
-        halves = [half for half in (self.target, self.draft) if half is not None]
         width: int = getattr(torch, self.dtype).itemsize
-        return sum(kv_window_bytes(half.arch, half.plan.kv, width, self.max_length) for half in halves)
+        return sum(kv_window_bytes(half.arch, half.plan.kv, width, self.max_length) for half in self.halves)
 
     def capacity(self, length: int) -> int | None:
         """Sequences of `length` tokens that fit beside the weights; None without a limit."""
@@ -165,7 +168,7 @@ class PlannedPair:
     @property
     def steps(self) -> list[Step]:
         """Stages of the job with their estimated seconds."""
-        return steps(self.recipe, [half.cost for half in (self.target, self.draft) if half is not None])
+        return steps(self.recipe, [half.cost for half in self.halves])
 
 
 def resolve(recipe: Recipe) -> PlannedPair:

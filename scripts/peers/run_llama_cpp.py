@@ -11,12 +11,12 @@ from wire import Clock, Options, Prompts, serve
 ROOM = 1024
 
 
-class Model(c.LlamaModel):
+class Model(c.LlamaModel):  # type: ignore[misc, unused-ignore]  # carries no types
     """The binding's logits ask their model for `n_vocab`, which it has under its vocabulary only."""
 
     @property
     def n_vocab(self) -> int:
-        return self.get_vocab().n_vocab
+        return int(self.get_vocab().n_vocab)
 
 
 class LlamaCpp:
@@ -68,7 +68,7 @@ class LlamaCpp:
         for i, token in enumerate(ids):
             self._batch.add(token, i, [sequence], every or i == len(ids) - 1)
         self._context.decode(self._batch)
-        return self._sampler.sample(self._context, len(ids) - 1)
+        return int(self._sampler.sample(self._context, len(ids) - 1))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class OpenVINO:
             clock.ttft_s, clock.first = result.perf_metrics.get_ttft().mean / 1000, len(prompts)
             return [list(tokens) for tokens in result.tokens]
 
-        class Told(genai.StreamerBase):
+        class Told(genai.StreamerBase):  # type: ignore[misc, unused-ignore]  # may carry no types
             def write(self, tokens: Any) -> genai.StreamingStatus:
                 clock.add(len(tokens) if isinstance(tokens, list) else 1)
                 return genai.StreamingStatus.RUNNING

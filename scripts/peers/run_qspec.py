@@ -13,6 +13,7 @@ from wire import Clock, Options, Prompts, serve
 from qspec.bridges import compressed
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.provenance import environment
+from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import DraftLengthSpec, LookupDraft, ModelSpec, NgramDraft, SuffixDraft
 from qspec.spec.batch import Prompt, generate_batch
@@ -21,9 +22,9 @@ from qspec.spec.engine import generate
 from qspec.spec.types import Drafter, Sampling
 from qspec.stages.build_plan import build_plan, resolve_plan
 from qspec.stages.check import real_vocab
+from qspec.stages.drafting import draft_policy, lookup_drafter
 from qspec.stages.footprint import footprint
 from qspec.stages.load import load
-from qspec.stages.open_pair import draft_policy, lookup_drafter
 
 ROOM = 1024
 LOOKUPS: dict[str, type[LookupDraft]] = {"ngram": NgramDraft, "suffix": SuffixDraft}
@@ -32,24 +33,10 @@ LOOKUPS: dict[str, type[LookupDraft]] = {"ngram": NgramDraft, "suffix": SuffixDr
 class Qspec:
     def __init__(self, options: Options) -> None:
         torch.set_num_threads(options["threads"])
-        self._target, size = self._open(options)
+        self._target, self._vocab, size = opened(options)
         self._drafts: dict[str, ModelDrafter] = {}
         version = f"{environment()['qspec']} ({engine_name(self._target)})"
         self.facts = {"version": version, "weight_bytes": size}
-
-    def _open(self, options: Options) -> tuple[AnyDecoder, int]:
-        """A decoder, and the bytes of weights that a step of it reads."""
-        if original := options.get("original"):
-            model = load(ModelSpec(model=original))
-            decoder = open_decoder(model, max_length=ROOM)
-            schemes = resolve_plan(build_plan(QuantSpec(scheme="none")), model.arch)
-            width = next(iter(model.tensors.values())).itemsize
-            return decoder, int(footprint(model.arch, schemes, None, width).cost.weight_bytes)
-        quantized = compressed.read(Path(options["weights"]))
-        self._arch, self._vocab = quantized.arch, real_vocab(quantized.tokenizer)
-        schemes = resolve_plan(quantized.plan, quantized.arch)
-        size = footprint(quantized.arch, schemes, quantized.plan.kv, torch.float32.itemsize).cost.weight_bytes
-        return open_decoder(quantized, max_length=ROOM), int(size)
 
     def generate(self, prompts: Prompts, new: int, speculation: Options, clock: Clock) -> list[list[int]]:
         greedy, random = Sampling(), torch.Generator()
@@ -77,7 +64,7 @@ class Qspec:
             return lookup_drafter(LOOKUPS[kind](**speculation["draft"])), policy
         folder = speculation["weights"]
         if folder not in self._drafts:
-            decoder, arch = self._open({"weights": folder})[0], self._arch
+            decoder, arch = opened({"weights": folder})[0], self._target.arch
             self._drafts[folder] = ModelDrafter(decoder, arch.vocab_size, arch.eos_ids, self._vocab)
         return self._drafts[folder], policy
 
@@ -85,6 +72,19 @@ class Qspec:
     def write_logits(self, ids: Sequence[int], path: str) -> None:
         self._target.truncate(0)
         self._target.forward(torch.tensor(ids)).numpy().tofile(path)
+
+
+def opened(options: Options) -> tuple[AnyDecoder, int, int]:
+    """A decoder, the ids of its vocabulary that are no padding, and the bytes of weights that a step of it reads."""
+    model: LoadedModel | QuantizedModel
+    if original := options.get("original"):
+        model, plan = load(ModelSpec(model=original)), build_plan(QuantSpec(scheme="none"))
+        width = next(iter(model.tensors.values())).itemsize
+    else:
+        model = compressed.read(Path(options["weights"]))
+        plan, width = model.plan, torch.float32.itemsize
+    size = footprint(model.arch, resolve_plan(plan, model.arch), plan.kv, width).cost.weight_bytes
+    return open_decoder(model, max_length=ROOM), real_vocab(model.tokenizer), int(size)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ class Transformers:
             pad_token_id=0,
             **self._assistance(speculation),
         )
-        return out[:, length : length + new].tolist()
+        answers: list[list[int]] = out[:, length : length + new].tolist()
+        return answers
 
     def _assistance(self, speculation: Options) -> dict[str, Any]:
         if folder := speculation.get("assistant"):

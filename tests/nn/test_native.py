@@ -254,6 +254,8 @@ def test_what_is_not_served_is_named(make: Make, tmp_path: Path) -> None:
     """Catches a model that runs with a part of it silently left out."""
     small = load_folder(tiny_model("llama", tmp_path, head_dim=12))
     assert "head size 12" in (NativeDecoder.supports(small) or "")
+    large = load_folder(tiny_model("llama", tmp_path / "large", head_dim=264))
+    assert "head size 264" in (NativeDecoder.supports(large) or "")
     model = make("llama", "FP8_BLOCK", hidden_size=128, intermediate_size=128, head_dim=64)
     assert "inputs" in (NativeDecoder.supports(model) or "")
     odd = layer(8, 48, INT4, PerGroup(16), TensorScheme(INT8, PerToken(), dynamic=True))

@@ -17,7 +17,7 @@ def test_a_plan_keeps_its_limit_and_loses_no_layer(sizes: list[LayerBytes], fixe
     try:
         found = plan_residency(limit, fixed, layers)
     except RecipeError as refused:
-        enough = int(1e6 * float(refused.fix.split("at least ")[1].split(" MB")[0].replace(",", ""))) + 1
+        enough = int(1e6 * float(refused.fix.split("at least ")[1].split(" MB")[0])) + 1
         assert enough > limit
         found, limit = plan_residency(enough, fixed, layers), enough
     assert fixed < found.total <= limit

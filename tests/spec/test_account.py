@@ -61,8 +61,8 @@ def test_silence_decides_nothing() -> None:
     account = Account()
     book(account, -3.0)
     account.start_look()
-    for _ in range(30):
-        book(account, -1e-4, silent=True)
+    for pays in (True, False) * 15:
+        book(account, -1e-4, pays, silent=True)
     assert account.look
     assert account.spoken < 0.5
     book(account, 1.0)

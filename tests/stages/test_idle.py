@@ -46,6 +46,7 @@ def told(folder: Path, spec: dict[str, Any], tied: bool = False, **sections: Any
         ({"scheme": "none", "method": "gptq"}, "method gptq"),
         ({"scheme": "none", "smoothing": {}}, "smoothing"),
         ({"scheme": "none", "clip": {"method": "mse"}}, "clip.method mse"),
+        ({"scheme": "none", "random_rows": 2}, "random_rows 2"),
         ({"untie_head": True}, "untie_head"),
         ({"kv": PER_TOKEN | {"scales": "cast"}}, "kv.scales cast"),
         ({"kv": {"key": PER_TOKEN | {"group": 64}}}, "kv.key.group 64"),

@@ -6,7 +6,7 @@ from time import perf_counter
 import torch
 
 from qspec.spec.drafters.suffix import SuffixDrafter
-from qspec.spec.types import Drafter, More, Proposal, Sampling
+from qspec.spec.types import NOTHING, Drafter, More, Proposal, Sampling
 
 DECAY = 0.9
 """Weight that a source's record keeps when a step of its own comes: about the last 10 count."""
@@ -15,7 +15,6 @@ RETRY, LONGEST_RETRY = 16, 1024
 MODEL_STEPS = 4
 """Steps with the model's drafts before one without any is timed."""
 LOOKUP, MODEL = "lookup", "model"
-NOTHING = Proposal(torch.empty(0, dtype=torch.long), None)
 
 
 @dataclass
@@ -86,15 +85,14 @@ class CombinedDrafter:
     ) -> Proposal:
         start = perf_counter()
         self._settle(context, start)
-        source, proposal = self._plain, NOTHING
+        source, proposal = self._looked_up, NOTHING
         if self._looked_up.is_due(self._modelled, self._plain):
             proposal = self._lookup.propose(context, k, sampling, generator, more)
-            source = self._looked_up
         if not len(proposal.tokens_K):
             source = self._plain
             if self._model_is_due():
-                proposal = self._model.propose(context, k, sampling, generator, more)
                 source = self._modelled
+                proposal = self._model.propose(context, k, sampling, generator, more)
         self._last = _Step(source, len(context), start)
         name = LOOKUP if source is self._looked_up else MODEL
         return replace(proposal, seconds=perf_counter() - start, source=name)

@@ -33,8 +33,7 @@ class NgramDrafter:
         start = perf_counter()
         self._index(context)
         tree = merged_chains(islice(cycle(context[at : at + k]), k) for at in reversed(self._matches(context)))
-        tokens_K = torch.tensor(tree.tokens_K, dtype=torch.long)
-        return Proposal(tokens_K, None, perf_counter() - start, tuple(tree.parents_K))
+        return Proposal.certain(tree, perf_counter() - start)
 
     def reset(self) -> None:
         """Forget the sequence (a new request starts)."""

@@ -67,8 +67,7 @@ class SuffixDrafter:
             return Proposal(torch.tensor(tokens, dtype=torch.long), None, perf_counter() - start)
         ranked = self._ranked(self._votes(places, []))[: self._branches]
         tree = merged_chains(self._walk(places, k, [token]) for token, _ in ranked)
-        tokens_K = torch.tensor(tree.tokens_K, dtype=torch.long)
-        return Proposal(tokens_K, None, perf_counter() - start, tuple(tree.parents_K))
+        return Proposal.certain(tree, perf_counter() - start)
 
     def reset(self) -> None:
         """A new request starts: the last one joins the memory, or everything is forgotten."""

@@ -56,8 +56,7 @@ class TreeDrafter:
             logits_1V = self._lm.forward(self._missing(context), last=1)
             self._cached = list(context)
             tree = self._grown(self._law(logits_1V, sampling), min(k, self._depth), sampling)
-        tokens_K = torch.tensor(tree.tokens_K, dtype=torch.long)
-        return Proposal(tokens_K, None, perf_counter() - start, tuple(tree.parents_K))
+        return Proposal.certain(tree, perf_counter() - start)
 
     def reset(self) -> None:
         """Forget the sequence (a new request starts)."""
