@@ -114,7 +114,7 @@ def test_generate_streams_and_sums_up(monkeypatch: pytest.MonkeyPatch, capsys: C
     """Would catch options that do not arrive, text mixed with statistics, or wrong arithmetic in the summary."""
     seen: dict[str, Any] = {}
     steps = [StepRecord(4, 3, 0.1, 0.1, 0.0), StepRecord(4, 1, 0.1, 0.1, 0.0)]
-    monkeypatch.setattr(qspec, "load_pair", lambda folder: fake_pair(seen, steps))
+    monkeypatch.setattr(qspec, "load_pair", lambda folder, memory_limit: fake_pair(seen, steps))
     options = ["--max-new-tokens", "6", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.9", "--seed", "3"]
     assert cli.main(["generate", "pair", "hi", *options]) == 0
     printed = capsys.readouterr()
@@ -128,7 +128,7 @@ def test_generate_streams_and_sums_up(monkeypatch: pytest.MonkeyPatch, capsys: C
 def test_generate_without_draft_keeps_the_pair_s_sampling(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     """Would catch `--no-draft` ignored, or command-line defaults that override what the pair was made for."""
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(qspec, "load_pair", lambda folder: fake_pair(seen, [StepRecord(0, 0, 0.0, 0.1, 0.0)]))
+    monkeypatch.setattr(qspec, "load_pair", lambda folder, memory_limit: fake_pair(seen, [StepRecord(0, 0, 0.0, 0.1, 0.0)]))
     assert cli.main(["generate", "pair", "hi", "--no-draft"]) == 0
     assert (seen["speculative"], seen["temperature"], seen["top_p"]) == (False, None, None)
     assert "no draft" in capsys.readouterr().err
