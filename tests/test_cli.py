@@ -128,7 +128,7 @@ def test_generate_streams_and_sums_up(monkeypatch: pytest.MonkeyPatch, capsys: C
 def test_generate_without_draft_keeps_the_pair_s_sampling(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     """Would catch `--no-draft` ignored, or command-line defaults that override what the pair was made for."""
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(qspec, "load_pair", lambda folder, memory_limit: fake_pair(seen, [StepRecord(0, 0, 0.0, 0.1, 0.0)]))
+    monkeypatch.setattr(qspec, "load_pair", lambda folder, limit: fake_pair(seen, [StepRecord(0, 0, 0.0, 0.1, 0.0)]))
     assert cli.main(["generate", "pair", "hi", "--no-draft"]) == 0
     assert (seen["speculative"], seen["temperature"], seen["top_p"]) == (False, None, None)
     assert "no draft" in capsys.readouterr().err
