@@ -170,8 +170,12 @@ def quantize_model(
         notes += chosen
     job = Job(spec, fusion, plan, dtype, tuple(notes))
     store = Store(work / "pieces", job.key(model, text.spec, text.seed))
-    drawn = random_rows(real_vocab(model.tokenizer), spec.random_rows, text.spec.length, text.seed)
-    return fuse(stream(model, job, lambda: [*text.rows, *drawn], store, text.progress))
+
+    def rows() -> list[list[int]]:
+        drawn = random_rows(real_vocab(model.tokenizer), spec.random_rows, text.spec.length, text.seed)
+        return [*text.rows, *drawn]
+
+    return fuse(stream(model, job, rows, store, text.progress))
 
 
 def _half(recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path) -> QuantizedModel:

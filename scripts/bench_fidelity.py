@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import time
 from typing import Any
 
-from bench_cli import read_options, write_baseline
+from bench_cli import digest, read_options, write_baseline
 from convert_llama2c import convert
 import torch
 from torch import Tensor
@@ -62,8 +62,7 @@ class Arm:
         if self.engine:
             parts = self.rules.peers if self.engine == "llmcompressor" else self.rules.ours
             own = json.dumps([self.engine, self.rules.base | parts[self.method]], sort_keys=True)
-        digest = hashlib.sha256(json.dumps([subject, own], sort_keys=True).encode()).hexdigest()
-        return WORK / f"{re.sub('[^A-Za-z0-9+]+', '-', self.name)}-{digest[:12]}.json"
+        return WORK / f"{re.sub('[^A-Za-z0-9+]+', '-', self.name)}-{digest([subject, own])}.json"
 
     def record(self) -> Record | None:
         return json.loads(self.path.read_bytes()) if self.path.exists() else None

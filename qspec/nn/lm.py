@@ -7,6 +7,9 @@ from torch import Tensor
 
 from qspec.numerics.trees import Parents
 
+FORKED = "this process was forked from the one that loaded the model: load it here"
+"""What a model says that needs threads which only its own process has."""
+
 
 class LM(Protocol):
     """A causal language model over one sequence, with its own KV cache.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qspec.nn.attention import rope_tables
+from qspec.nn.lm import FORKED
 from qspec.nn.native_weights import Packed, linear_obstacle, member_form, pack_linears, pack_rows
 from qspec.numerics.formats import FP8_E4M3, INT8
 from qspec.numerics.trees import Parents
@@ -192,7 +193,7 @@ class _Core:
         logits, best = (None if out is None else out.data_ptr() for out in (logits_TV, best_T))
         status = self.lib.qspec_forward(self.handle, (_Part * len(parts))(*parts), len(parts), last, logits, best)
         if status == _FORKED:
-            raise RuntimeError("this process was forked from the one that loaded the model: load it here")
+            raise RuntimeError(FORKED)
         if status == _NO_MEMORY:
             raise MemoryError("no memory for a forward pass")
         if status == _BAD_TOKEN:

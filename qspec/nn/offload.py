@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qspec.nn.decoder import Decoder, Layer
+from qspec.nn.lm import FORKED
 from qspec.nn.residency import BUFFERS, Residency, held_bytes, layer_bytes, plan_residency
 from qspec.ops.cpu import FloatLinear
 from qspec.ops.select import Kernels, Linear
@@ -178,7 +179,7 @@ class _ReadAhead:
 
     def _next(self) -> Filled:
         if os.getpid() != self._process:
-            raise RuntimeError("this process was forked from the one that loaded the model: load it here")
+            raise RuntimeError(FORKED)
         while self.close.alive:
             try:
                 return self._filled.get(timeout=1.0)

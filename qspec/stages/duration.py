@@ -12,21 +12,19 @@ from qspec.numerics.roofline import PassCost
 from qspec.schema.devices import read_device
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import MMLU_PRO_SUBJECTS, NgramDraft, Recipe, TaskSpec
+from qspec.stages.calibrate import KEEP_ROWS
+from qspec.stages.sensitivity import TOKENS
 
 TOKEN_OVERHEAD = 0.005
 """Seconds per decoded token outside matmuls (an eager torch loop spends 3.5 to 5.4 ms)."""
 DISK = 1e9
 """Bytes per second when weights are read (assumed)."""
-SAMPLE_ROWS = 128
-"""Input rows per layer on which smoothing strengths and variants are tried."""
 HANDLING, ROUNDING, FEEDBACK = 5e-8, 1e-8, 1e-7
 """Seconds per weight: read, check, store and read back; round to nearest once; round with error feedback once."""
 FEEDBACK_RUNS, FEEDBACK_PASSES = 2, 3.2
 """The one that is judged and the final one; passes over the text, second moments included."""
 UNITS = 4
 """Decisions per decoder layer: q/k/v, o, gate/up, down."""
-SENSITIVITY_TOKENS = {"output": 1024, "kl": 512}
-"""Held-out tokens that a decision looks at, at most."""
 SUBJECTS, TASK_ROWS, QUESTION_TOKENS, ANSWER_TOKENS = len(MMLU_PRO_SUBJECTS), 12_032, 250, 300
 """MMLU-Pro: subjects and rows; assumed tokens of a question (or example) and of an answer."""
 PROMPT_TOKENS, CATEGORIES = 300, 6
@@ -119,7 +117,7 @@ def _searches(half: HalfCost, rate: float) -> float:
     variants = 2 ** (half.spec.activation_scales == "auto") * 4 ** (half.spec.fp8_format == "adaptive")
     tried += variants if variants > 1 else 0
     share = half.rounded / half.weights if half.weights else 0.0
-    return tried * (_rounds(half.spec) * ROUNDING * half.rounded + share * SAMPLE_ROWS * half.cost.ops / rate)
+    return tried * (_rounds(half.spec) * ROUNDING * half.rounded + share * KEEP_ROWS * half.cost.ops / rate)
 
 
 def _feedback(half: HalfCost, tokens: int, rate: float) -> float:
@@ -133,7 +131,7 @@ def _sensitivity(half: HalfCost, tokens: int, rate: float) -> float:
     mixed = half.spec.mixed
     if mixed is None:
         return 0.0
-    sample = min(tokens, SENSITIVITY_TOKENS[mixed.metric])
+    sample = min(tokens, TOKENS[mixed.metric])
     candidates = sum(name != "none" for name in mixed.candidates)
     alone = UNITS * candidates * (half.layers / 2 if mixed.metric == "kl" else 1)
     return candidates * _rounds(half.spec) * ROUNDING * half.weights + (2 + alone) * sample * half.cost.ops / rate
@@ -143,7 +141,7 @@ def _kv_choice(half: HalfCost, tokens: int, rate: float) -> float:
     """Ranges of the whole text; then each layer's cache alone, and all layers behind it."""
     if not half.kv_candidates:
         return 0.0
-    sample = min(tokens, SENSITIVITY_TOKENS["kl"])
+    sample = min(tokens, TOKENS["kl"])
     return (tokens + (2 + half.kv_candidates * half.layers / 2) * sample) * half.cost.ops / rate
 
 

@@ -193,26 +193,35 @@ def open_pair(
     except OSError as error:
         raise IntegrityError(str(folder), f"holds no readable {NAME}", "give the folder of a pair") from error
     recipe = validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
-    staging = None if limit is None else Staging(folder / "target", direct_io)
-    target = _half(folder / "target", None if staging is None else staging.opener)
-    draft = None if isinstance(recipe.draft, LookupDraft) else _half(folder / "draft")
-    length = recipe.speculation.max_length or target.arch.max_positions
     options: dict[str, Any] = {"dtype": compute_dtype(recipe.dtype), "kernels": kernels}
+    model, target = _target(folder / "target", recipe, limit, direct_io, options)
+    draft = None if isinstance(recipe.draft, LookupDraft) else _half(folder / "draft")
     decoder = None
     if draft is not None:
-        decoder = open_decoder(draft, max_length=min(length, draft.arch.max_positions), **options)
+        decoder = open_decoder(draft, max_length=min(target.max_length, draft.arch.max_positions), **options)
     return LoadedPair(
         folder,
         manifest,
         recipe,
-        target,
+        model,
         draft,
-        open_decoder(target, max_length=length, **options)
-        if staging is None or limit is None
-        else OffloadedDecoder.open(target, staging, limit, max_length=length, **options),
-        _drafter(recipe, target.arch, draft, decoder),
+        target,
+        _drafter(recipe, model.arch, draft, decoder),
         draft_policy(recipe.speculation.draft_length),
     )
+
+
+def _target(
+    folder: Path, recipe: Recipe, limit: int | None, direct_io: bool, options: dict[str, Any]
+) -> tuple[QuantizedModel, AnyDecoder]:
+    """The target and its decoder: resident, or under a limit of memory in bytes."""
+    options = options | {"max_length": recipe.speculation.max_length}
+    if limit is None:
+        model = _half(folder)
+        return model, open_decoder(model, **options)
+    staging = Staging(folder, direct_io)
+    model = _half(folder, staging.opener)
+    return model, OffloadedDecoder.open(model, staging, limit, **options)
 
 
 def _half(folder: Path, opener: Opener | None = None) -> QuantizedModel:
