@@ -160,6 +160,8 @@ def rows_of(comparison: Comparison, cells: list[Cell], read: float | None) -> It
         yield speed_row(head | case, mine, baseline, plain, ceiling)
     for name, engine in matrix.engines.items():
         path, head = distance_path(name, matrix), {"engine": name, "precision": engine.precision}
+        if not path.exists() and name in comparison.refused:
+            yield head | {"refused": comparison.refused[name]}
         for corpus, found in (json.loads(path.read_bytes())["corpora"] if path.exists() else {}).items():
             yield head | {"corpus": corpus} | summary(found)
 

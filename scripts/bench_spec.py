@@ -1,165 +1,191 @@
-"""Measure the cells of a matrix one by one, keep each, and print how drafts and policies do."""
+"""Ask every draft under every policy of a matrix in turns, keep each prompt, and print how drafts and policies do."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
 import json
 from pathlib import Path
 import re
 from tempfile import TemporaryDirectory
-import time
 from typing import Any
 
 from bench_cli import digest, read_options, write_baseline
 import torch
 
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
-from qspec.pipeline import Calibration, Originals, load_originals, quantize_model
+from qspec.pipeline import Calibration, load_originals, quantize_model
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, environment
+from qspec.provenance import environment
 from qspec.records import LoadedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import LookupDraft, ModelDraft, Recipe, SelfDraft
-from qspec.schema.results import Measurement, Speed
+from qspec.schema.results import Measurement, Mismatch, Speed
 from qspec.schema.spec_matrix import SpecSubject, read_spec_matrix
-from qspec.spec.types import Drafter
-from qspec.stages.bench import arm_facts, find_mismatches, load_requests, measure
+from qspec.spec.types import Drafter, Generation, StepRecord
+from qspec.stages.bench import find_mismatches, load_requests, measure
 from qspec.stages.bench_arm import Arm
-from qspec.stages.bench_stats import Request, Run, summarize
+from qspec.stages.bench_stats import ArmFacts, Request, Run, summarize
 from qspec.stages.check import real_vocab
 from qspec.stages.drafting import draft_policy, lookup_drafter, model_drafter
 
 WORK = Path("runs/bench_spec")
 BASELINE = Path("eval/baselines/spec_bench.json")
 NO_CEILING = Measurement(metric="memory read", value=float("nan"), unit="B/s", n=0)
+PLAIN = "plain"
 Row = dict[str, Any]
+Asked = tuple[float, int, int]
+"""Temperature, repeat, prompt."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One draft under one policy at one temperature."""
+class Kept:
+    """What every arm answered to one prompt, and greedy answers that differ from the plain one."""
 
-    model: str
+    category: str
+    engine: str
+    runs: list[Run]
+    mismatches: list[tuple[str, Mismatch]]
+
+    def line(self) -> str:
+        runs = [asdict(run) for run in self.runs]
+        for run in runs:
+            run["generation"]["steps"] = [list(step.values()) for step in run["generation"]["steps"]]
+        differing = [(arm, m.model_dump(mode="json")) for arm, m in self.mismatches]
+        head = {"category": self.category, "engine": self.engine}
+        return json.dumps(head | {"runs": runs, "mismatches": differing}) + "\n"
+
+    @classmethod
+    def read(cls, line: str) -> "Kept":
+        entry = json.loads(line)
+        for run in entry["runs"]:
+            told = run["generation"]
+            run["generation"] = Generation(**told | {"steps": [StepRecord(*values) for values in told["steps"]]})
+        differing = [(arm, Mismatch(**m)) for arm, m in entry["mismatches"]]
+        return cls(entry["category"], entry["engine"], [Run(**run) for run in entry["runs"]], differing)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A subject of the matrix: its target, and all drafts and policies beside plain decoding."""
+
+    name: str
     subject: SpecSubject
-    draft: str
-    policy: str
-    temperature: float
 
     @property
-    def name(self) -> str:
-        return f"{self.model}/{self.draft}/{self.policy}/{self.temperature:g}"
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.subject.recipe(self.draft, self.policy, self.temperature)
+    def cells(self) -> dict[str, tuple[str, str]]:
+        """Draft and policy of each arm."""
+        return {f"{d}, {p}": (d, p) for d in self.subject.drafts for p in self.subject.policies}
 
     @property
     def path(self) -> Path:
-        """Where its record is kept: by all that decides its numbers, so that a changed setting is a new cell."""
-        return WORK / f"{re.sub('[^A-Za-z0-9+.]+', '-', self.name)}-{digest(self.recipe.as_dict())}.json"
+        """Where answers are kept: by all that decides them, so that a changed setting begins anew."""
+        return WORK / f"{self.name}-{digest(self.subject.model_dump(mode='json'))}.jsonl"
 
-    def record(self) -> dict[str, Any] | None:
-        return json.loads(self.path.read_bytes()) if self.path.exists() else None
+    def kept(self) -> dict[Asked, Kept]:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        found = [Kept.read(line) for line in lines]
+        return {asked(one.runs[0]): one for one in found}
 
 
-def cells_of(matrix: dict[str, SpecSubject]) -> Iterator[Cell]:
-    for model, subject in matrix.items():
-        for draft in subject.drafts:
-            for policy in subject.policies:
-                yield from (Cell(model, subject, draft, policy, t) for t in subject.benchmark.temperatures)
+def asked(run: Run) -> Asked:
+    return run.temperature, run.repeat, run.prompt
 
 
 class Bench:
-    """One subject and one draft in memory: the target, its prompts, the drafter's model."""
+    """The models of a comparison in memory: the target, its prompts, and the drafts'."""
 
-    def __init__(self, cell: Cell, progress: Progress, loaded: Originals | None = None) -> None:
-        """`loaded`: models of another cell of the subject; a self draft of them all is the target itself."""
-        self.subject, self.draft, self._recipe, self._progress = cell.subject, cell.draft, cell.recipe, progress
-        draft = self._recipe.draft
-        if loaded is not None and isinstance(draft, SelfDraft) and draft.layers is None:
-            self._originals = Originals(loaded.target, loaded.target)
-        else:
-            self._originals = load_originals(cell.recipe, progress)
-        self.model = self._originals.target
+    def __init__(self, comparison: Comparison, progress: Progress) -> None:
+        self.comparison, self._progress = comparison, progress
+        self._recipe = comparison.subject.recipe(*next(iter(comparison.cells.values())))
+        self._model = load_originals(self._recipe, progress).target
+        self._drafts: dict[str, AnyDecoder] = {}
+        self.target = self._decoder(self._model, self._recipe.target.quantization)
 
-    @cached_property
-    def target(self) -> AnyDecoder:
-        return self._decoder(self.model, self._recipe.target.quantization)
-
-    @cached_property
-    def draft_model(self) -> AnyDecoder:
-        assert self._originals.draft is not None
-        assert isinstance(self._recipe.draft, ModelDraft | SelfDraft)
-        return self._decoder(self._originals.draft, self._recipe.draft.quantization)
-
-    @cached_property
     def requests(self) -> list[Request]:
-        spec = self.subject.benchmark
-        return load_requests(spec, self.model.tokenizer, self.subject.max_length - spec.max_new_tokens)[0]
+        """One of each category after the other, so that a run that was cut short is balanced."""
+        subject = self.comparison.subject
+        room = subject.max_length - subject.benchmark.max_new_tokens
+        requests = load_requests(subject.benchmark, self._model.tokenizer, room)[0]
+        rank = {id(r): i for _, same in groupby(requests, lambda r: r.category) for i, r in enumerate(same)}
+        return sorted(requests, key=lambda r: rank[id(r)])
 
-    def other_draft(self, cell: Cell) -> "Bench":
-        """The same target with another draft; its model too, where only what drafts before it differs."""
-        other = Bench(cell, self._progress, self._originals)
-        other.target, other.requests = self.target, self.requests
-        mine, its = self._recipe.draft, other._recipe.draft
-        if isinstance(mine, SelfDraft) and isinstance(its, SelfDraft) and _weights(mine) == _weights(its):
-            other.draft_model = self.draft_model
-        return other
+    def arms(self) -> dict[str, Arm]:
+        arms = {PLAIN: Arm(self.target)}
+        for name, (draft, policy) in self.comparison.cells.items():
+            recipe = self.comparison.subject.recipe(draft, policy)
+            arms[name] = Arm(self.target, self._drafter(recipe), draft_policy(recipe.speculation.draft_length))
+        return arms
 
-    def drafter(self) -> Drafter:
-        """A drafter that has learned nothing yet."""
-        draft = self._recipe.draft
+    def run(self) -> None:
+        """Ask what is not kept yet; a prompt is kept when every arm has answered it."""
+        arms, requests, eos_ids = self.arms(), self.requests(), self._model.arch.eos_ids
+        runs = measure(arms, requests, self._recipe, eos_ids, self._progress, self.comparison.kept())
+        with self.comparison.path.open("a", encoding="utf-8") as file:
+            for (_, _, prompt), group in groupby(runs, asked):
+                same = list(group)
+                found = find_mismatches(arms, facts(arms), requests, same)
+                differing = [(name, m) for name, ms in found.items() for m in ms]
+                file.write(Kept(requests[prompt].category, engine_name(self.target), same, differing).line())
+                file.flush()
+
+    def _drafter(self, recipe: Recipe) -> Drafter:
+        """One that has learned nothing yet; drafts of equal weights share their model."""
+        draft = recipe.draft
         if isinstance(draft, LookupDraft):
             return lookup_drafter(draft)
         assert isinstance(draft, ModelDraft | SelfDraft)
-        assert self._originals.draft is not None
-        return model_drafter(self.draft_model, draft, self.model.arch, real_vocab(self._originals.draft.tokenizer))
-
-    def record(self, cell: Cell) -> dict[str, Any]:
-        """Rows of a cell, and what it took."""
-        start, recipe = time.perf_counter(), cell.recipe
-        plain = Arm(self.target)
-        drafting = replace(plain, drafter=self.drafter(), policy=draft_policy(recipe.speculation.draft_length))
-        arms, eos_ids = {"plain": plain, "draft": drafting}, self.model.arch.eos_ids
-        runs = measure(arms, self.requests, recipe, eos_ids, self._progress)
-        rows = list(rows_of(cell, arms, self.requests, runs))
-        asked = {"engine": engine_name(self.target), "prompts": len(self.requests)}
-        return {"seconds": round(time.perf_counter() - start, 1), "rows": rows, **asked}
+        weights = digest(draft.model_dump(mode="json", exclude={"lookup", "tree"}))
+        tokenizer = self._model.tokenizer
+        if weights not in self._drafts:
+            self_draft = isinstance(draft, SelfDraft) and draft.layers is None
+            model = self._model if self_draft else load_originals(recipe, self._progress).draft
+            assert model is not None
+            self._drafts[weights] = self._decoder(model, draft.quantization)
+        return model_drafter(self._drafts[weights], draft, self._model.arch, real_vocab(tokenizer))
 
     def _decoder(self, model: LoadedModel, spec: QuantSpec) -> AnyDecoder:
-        text = Calibration(self._recipe.calibration, self.model.tokenizer, self.subject.seed, self._progress)
+        subject = self.comparison.subject
+        text = Calibration(self._recipe.calibration, self._model.tokenizer, subject.seed, self._progress)
         with TemporaryDirectory(dir=WORK) as work:
             quantized = quantize_model(model, spec, self._recipe.fusion, text, Path(work), torch.float32)
-            length = min(self.subject.max_length, model.arch.max_positions)
+            length = min(subject.max_length, model.arch.max_positions)
             return open_decoder(quantized, max_length=length)  # while its files are there
 
 
-def _weights(draft: SelfDraft) -> tuple[int | None, QuantSpec]:
-    return draft.layers, draft.quantization
+def facts(names: Sequence[str] | Mapping[str, Any]) -> dict[str, ArmFacts]:
+    return {name: ArmFacts(speculative=name != PLAIN, plain=PLAIN) for name in names}
 
 
-def rows_of(cell: Cell, arms: dict[str, Arm], requests: list[Request], runs: list[Run]) -> Iterator[Row]:
-    """Over all prompts, then by category."""
-    facts = {name: arm_facts(name, arms) for name in arms}
-    differing = find_mismatches(arms, facts, requests, runs)
-    for category in dict.fromkeys(["all", *(request.category for request in requests)]):
-        mine = [r for r in runs if category in ("all", requests[r.prompt].category)]
-        found = {name: [m for m in ms if category in ("all", m.category)] for name, ms in differing.items()}
-        yield row(cell, category, summarize(facts, requests, mine, found, NO_CEILING, {}))
+def rows_of(comparison: Comparison) -> Iterator[Row]:
+    """By temperature, draft and policy: over all prompts, then by category."""
+    kept = comparison.kept().values()
+    by_prompt = {one.runs[0].prompt: one.category for one in kept}
+    requests = [Request(by_prompt.get(prompt, ""), []) for prompt in range(max(by_prompt, default=-1) + 1)]
+    categories = dict.fromkeys(["all", *by_prompt.values()])
+    for temperature in dict.fromkeys(one.runs[0].temperature for one in kept):
+        asked_here = [one for one in kept if one.runs[0].temperature == temperature]
+        for name, (draft, policy) in comparison.cells.items():
+            for category in categories:
+                mine = [one for one in asked_here if category in ("all", one.category)]
+                runs = [run for one in mine for run in one.runs if run.arm in (PLAIN, name)]
+                differing = [m for one in mine for arm, m in one.mismatches if arm == name]
+                found = summarize(facts([PLAIN, name]), requests, runs, {name: differing}, NO_CEILING, {})
+                head = {
+                    "model": comparison.name,
+                    "engine": mine[0].engine,
+                    "drafter": draft,
+                    "policy": policy,
+                    "category": category,
+                }
+                yield head | {"temperature": temperature} | row(found)
 
 
-def row(cell: Cell, category: str, speed: Speed) -> Row:
-    accepted, ratio = next(iter(speed.acceptance)), next(iter(speed.ratios), None)
+def row(speed: Speed) -> Row:
+    accepted, ratio = next(iter(speed.acceptance)), next((r for r in speed.ratios if r.arm != PLAIN), None)
     equality = next(iter(speed.equality), None)
     prediction = next(iter(speed.predictions), None)
     sources = {source.source: [source.steps, source.drafted, source.accepted] for source in accepted.sources}
     return {
-        "model": cell.model,
-        "drafter": cell.draft,
-        "policy": cell.policy,
-        "category": category,
-        "temperature": cell.temperature,
         "n": accepted.prompts,
         "tokens_per_step": round(accepted.tokens_per_step, 4),
         "drafted_per_step": round(accepted.drafted / accepted.steps, 4),
@@ -177,42 +203,37 @@ def row(cell: Cell, category: str, speed: Speed) -> Row:
     }
 
 
-def table(cells: list[Cell]) -> Iterator[str]:
-    for cell in cells:
-        for found in (cell.record() or {"rows": []})["rows"][:1]:
-            interval = " to ".join(f"{end:.2f}" for end in found["speedup_ci"] or ())
-            yield (
-                f"{cell.name}: alpha {found['alpha']}, {found['tokens_per_step']:.2f} tokens per step, "
-                f"speedup {found['speedup']} ({interval}), predicted {found['predicted']}, equal {found['equal']}"
-            )
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    for found in (found for found in rows if found["category"] == "all"):
+        interval = " to ".join(f"{end:.2f}" for end in found["speedup_ci"] or ())
+        yield (
+            f"{found['model']}, {found['drafter']}, {found['policy']}, T {found['temperature']:g}: "
+            f"alpha {found['alpha']}, {found['tokens_per_step']:.2f} tokens per step, "
+            f"speedup {found['speedup']} ({interval}), predicted {found['predicted']}, "
+            f"equal {found['equal']}, {found['n']} prompts"
+        )
 
 
 def main() -> None:
     args = read_options(__doc__, "spec_bench.yaml")
     progress = Progress()
     WORK.mkdir(parents=True, exist_ok=True)
-    every = list(cells_of(read_spec_matrix(args.matrix)))
-    chosen = [cell for cell in every if re.search(args.only, cell.name)]
+    every = [Comparison(name, subject) for name, subject in read_spec_matrix(args.matrix).items()]
+    chosen = [comparison for comparison in every if re.search(args.only, comparison.name)]
     if args.list:
-        for cell in chosen:
-            record = cell.record()
-            print("to do  " if record is None else f"{record['seconds']:5.0f} s", cell.name)
+        for comparison in chosen:
+            print(
+                f"{len(comparison.kept())} prompts kept,", len(comparison.cells), "arms beside plain", comparison.name
+            )
         return
-    bench: Bench | None = None
-    for cell in chosen:
-        if cell.record() is not None and not args.again:
-            continue
-        if bench is None or bench.subject is not cell.subject:
-            bench = Bench(cell, progress)
-        elif bench.draft != cell.draft:
-            bench = bench.other_draft(cell)
-        progress.stage(cell.name)
-        atomic_write(cell.path, json.dumps(bench.record(cell)))
-        gc.collect()
+    for comparison in chosen:
+        if args.again:
+            comparison.path.unlink(missing_ok=True)
+        Bench(comparison, progress).run()
     progress.close()
-    rows = [row for cell in every if (record := cell.record()) for row in record["rows"]]
+    rows = [row for comparison in every for row in rows_of(comparison)]
     write_baseline(BASELINE, environment() | {"torch threads": str(torch.get_num_threads())}, rows)
-    print(*table(chosen), sep="\n")
+    print(*table(rows), sep="\n")
 
 
 if __name__ == "__main__":

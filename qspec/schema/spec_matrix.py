@@ -23,15 +23,15 @@ class SpecSubject(Strict):
     drafts: dict[str, Draft] = Field(min_length=1)
     policies: dict[str, DraftLengthSpec] = Field(min_length=1)
 
-    def recipe(self, draft: str, policy: str, temperature: float) -> Recipe:
-        """The job of one cell. Raises `RecipeError` for what the schema refuses."""
+    def recipe(self, draft: str, policy: str) -> Recipe:
+        """The job of one draft under one policy. Raises `RecipeError` for what the schema refuses."""
         return Recipe(
             name="spec-bench",
             seed=self.seed,
             target=self.target,
             draft=self.drafts[draft],
             speculation=SpeculationSpec(draft_length=self.policies[policy], max_length=self.max_length),
-            benchmark=self.benchmark.model_copy(update={"temperatures": (temperature,)}),
+            benchmark=self.benchmark,
         )
 
 

@@ -1,6 +1,6 @@
 """Speed: the same real prompts through every arm, in turns, so that drift of the machine hits all of them alike."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
 
@@ -56,7 +56,7 @@ def bench(
         "threads": torch.get_num_threads(),
         "seed": recipe.seed,
     }
-    runs = measure(arms, requests, recipe, eos_ids, progress)
+    runs = list(measure(arms, requests, recipe, eos_ids, progress))
     facts = {name: arm_facts(name, arms) for name in arms}
     mismatches = find_mismatches(arms, facts, requests, runs)
     betas = _teacher_forced(arms, facts, requests, runs, recipe)
@@ -83,8 +83,12 @@ def measure(
     recipe: Recipe,
     eos_ids: Collection[int],
     progress: Progress,
-) -> list[Run]:
-    """Warm every arm up, then run repeat by repeat, prompt by prompt, all arms in turns (the first one rotates)."""
+    done: Container[tuple[float, int, int]] = (),
+) -> Iterator[Run]:
+    """Warm every arm up, then run repeat by repeat, prompt by prompt, all arms in turns (the first one rotates).
+
+    done: (temperature, repeat, prompt) that are left out: they were measured earlier.
+    """
     spec = recipe.benchmark
 
     def run(name: str, request: Request, temperature: float, seed: int, most: int) -> Generation:
@@ -104,8 +108,7 @@ def measure(
 
     for name in arms:
         run(name, requests[0], 0.0, recipe.seed, min(WARM_UP_TOKENS, spec.max_new_tokens))
-    jobs = list(_turns(list(arms), len(requests), spec))
-    runs: list[Run] = []
+    jobs = [job for job in _turns(list(arms), len(requests), spec) if job[:3] not in done]
     asked: tuple[float, int] | None = None
     for temperature, repeat, index, name in progress.track(jobs, "benchmark", len(jobs), "run"):
         if asked != (temperature, repeat):
@@ -113,8 +116,7 @@ def measure(
             _forget(arms)
         seed = recipe.seed + repeat * len(requests) + index
         generation = run(name, requests[index], temperature, seed, spec.max_new_tokens)
-        runs.append(Run(name, temperature, repeat, index, generation))
-    return runs
+        yield Run(name, temperature, repeat, index, generation)
 
 
 def _forget(arms: Mapping[str, Arm]) -> None:

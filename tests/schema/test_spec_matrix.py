@@ -14,10 +14,10 @@ def test_the_shipped_matrix_reads_and_every_cell_is_a_recipe() -> None:
     for subject in read_spec_matrix(eval_dir() / "matrices/spec_bench.yaml").values():
         for draft in subject.drafts:
             for policy in subject.policies:
-                recipe = subject.recipe(draft, policy, 1.0)
+                recipe = subject.recipe(draft, policy)
                 assert recipe.draft == subject.drafts[draft]
                 assert recipe.speculation.draft_length == subject.policies[policy]
-                assert recipe.benchmark.temperatures == (1.0,)
+                assert recipe.benchmark == subject.benchmark
 
 
 def test_a_mistyped_field_is_named(tmp_path: Path) -> None:

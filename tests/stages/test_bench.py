@@ -226,13 +226,25 @@ def test_teacher_forced_acceptance_stands_beside_the_counted_one(prompts: str):
     assert prediction.best_length is not None
 
 
+def test_what_was_measured_earlier_is_not_measured_again(prompts: str):
+    """Would catch a benchmark that, stopped and started, begins anew or leaves a prompt out."""
+    target = Parrot(list(range(40, 90)), noise=0.1)
+    arms = {"plain": Arm(target), "drafting": Arm(target, SuffixDrafter())}
+    requests, _ = stage.load_requests(_recipe(prompts).benchmark, Letters(), room=200)
+    recipe = _recipe(prompts, repeats=2)
+    every = {(0.0, repeat, prompt) for repeat in range(2) for prompt in range(len(requests))}
+    done = {(0.0, 0, 0), (0.0, 1, 1)}
+    runs = list(stage.measure(arms, requests, recipe, [2], QUIET, done))
+    assert {(r.temperature, r.repeat, r.prompt) for r in runs} == every - done
+
+
 def test_repeats_do_not_ask_a_memory_what_it_has_answered(prompts: str):
     """Would catch the trap of suffix caches: the second round of the same prompts would be drafted from the first."""
     target, lookup = Parrot(list(range(40, 90)), noise=0.1), SuffixDrafter()
     target.prompt_length = len(Letters().chat([{"role": "user", "content": "question 0"}]))
     arms = {"plain": Arm(target), "drafting": Arm(target, lookup)}
     requests, _ = stage.load_requests(_recipe(prompts).benchmark, Letters(), room=200)
-    runs = stage.measure(arms, requests, _recipe(prompts, repeats=3), [2], QUIET)
+    runs = list(stage.measure(arms, requests, _recipe(prompts, repeats=3), [2], QUIET))
     rounds = [
         [(s.drafted, s.accepted) for r in runs if r.arm == "drafting" and r.repeat == n for s in r.generation.steps]
         for n in range(3)
