@@ -40,6 +40,8 @@ Examples:
   qspec sensitivity org/model --bits 5 --bits 6    # error of each scheme by layer, and mixed plans for budgets
   qspec inspect runs/smollm2-135m-int8-cpu/pair    # formats and scales of every layer, after it
   qspec profile runs/smollm2-135m-int8-cpu/pair    # where the time of a token goes
+  qspec publish runs/smollm2-135m-int8-cpu/pair --to hf://org/name --dry-run
+  qspec pull hf://org/name pair                    # fetch and verify
 """
 
 app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -293,6 +295,48 @@ def profile(
         print(json.dumps(as_data(found), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         print(report_text.render(document(found, str(pair))), end="")
+
+
+@app.command()
+def publish(
+    pair: PairFolder,
+    to: Annotated[str, typer.Option("--to", metavar="ADDRESS", help="hf://org/name, a folder, s3://bucket/path, …")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List every byte and show the card; write nothing.")
+    ] = False,
+    license: Annotated[str | None, typer.Option(metavar="ID", help="For the card, for example apache-2.0.")] = None,
+    despite: Annotated[
+        str | None, typer.Option(metavar="REASON", help="Publish although a gate failed; the card says it and why.")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the place of another pair there.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="If the Hub repository has to be made.")] = False,
+) -> None:
+    """Send a pair to the Hub, a folder or a bucket, with a model card, once its check and its gates pass.
+
+    The manifest goes last, so that nobody fetches half a pair. Called again, an interrupted upload goes on.
+    """
+    from qspec.stages import publish as stage
+
+    publication = stage.prepare(pair, to, license, despite)
+    if dry_run:
+        for item in publication.items:
+            print(f"{item.size:>15,} {item.name}")
+        print(f"{publication.size:>15,} bytes in {len(publication.items)} files would go to {to}; {stage.CARD}:\n")
+        print(publication.card, end="")
+        return
+    new = stage.publish(publication, to, replace=replace, private=private, told=print)
+    print(f"{to}: {'published' if new else 'was there already'}; fetch it with: qspec pull {to} DIR")
+
+
+@app.command()
+def pull(
+    address: Annotated[str, typer.Argument(help="Where a pair was published: hf://org/name, a folder, s3://…")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make.")],
+) -> None:
+    """Fetch a published pair; every file is verified before anything of it is loaded. An interrupted pull goes on."""
+    from qspec.stages import publish as stage
+
+    print(f"{stage.pull(address, out, print)}: intact")
 
 
 @app.command()

@@ -29,6 +29,7 @@ HOMES = {
     "optimum": "bridges.optimum",
     "datasets": "bridges.text",
     "huggingface_hub": "bridges.hub",
+    "fsspec": "bridges.remote",
     "numpy": "bridges",
     "triton": "ops",
     "pydantic": "schema",

