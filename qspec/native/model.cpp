@@ -1,5 +1,6 @@
 // One forward pass of a decoder-only transformer as one parallel region: all threads walk the layers together, take
-// pieces of each matmul as they get free, and meet at five barriers per layer.
+// pieces of each matmul as they get free, and meet at five barriers per layer. A pass of many rows goes through each
+// layer block by block, so that its weights come from memory once.
 //
 //   norm + rounding of the input   by every thread for itself (few rows), or shared out
 //   q/k/v                          piece: a head; its norm, rotation and cache write follow in the same thread
@@ -26,7 +27,7 @@
 namespace qspec {
 namespace {
 
-constexpr int BLOCK = 64;     // rows per pass over the weights
+constexpr int BLOCK = 64;     // rows that a matmul takes at once
 constexpr int OWN_ROWS = 4;   // rows that each thread prepares for itself: cheaper than a barrier
 constexpr int MOST_PANELS = 32;  // of a piece
 constexpr size_t HUGE_PAGE = size_t{1} << 21;
@@ -181,6 +182,13 @@ struct Row {
   int position() const { return span.end - 1; }
 };
 
+// Rows of a pass that go through a layer together, and their hidden states.
+struct Block {
+  const Row* rows;
+  int count;
+  float* hidden;
+};
+
 // A row's way through one expert.
 struct Choice {
   int row, expert;
@@ -195,7 +203,7 @@ class Model {
     const size_t features = rounded_up(s_.intermediate, 8), expert_features = rounded_up(s_.expert_size, 8);
     const size_t widest = rounded_up(std::max({size_t(s_.hidden), dims, features, expert_features}), 64);
     row_stride_ = static_cast<int64_t>(widest);
-    hidden_ = zeros<float>(BLOCK * widest);
+    hidden_stride_ = static_cast<int64_t>(rounded_up(s_.hidden, 16));
     query_ = zeros<float>(BLOCK * dims);
     mixed_ = zeros<float>(BLOCK * dims);
     gated_ = zeros<float>(std::max(BLOCK * features, choices * expert_features));
@@ -255,15 +263,8 @@ class Model {
   void forward(const Part* parts, int count, int last, float* logits, int64_t* best) {
     std::lock_guard<std::mutex> one(calls_);
     list_rows(parts, count);
-    const int rows = static_cast<int>(rows_.size());
-    for (int begin = 0; begin < rows; begin += BLOCK) {
-      const int size = std::min(BLOCK, rows - begin);
-      const int wanted = std::max(0, std::min(size, begin + size - (rows - last)));
-      const int64_t done = std::max(0, begin - (rows - last));
-      float* to = logits ? logits + done * s_.vocab : nullptr;
-      pool_.run([&](int thread) { pass(thread, rows_.data() + begin, size, wanted, to); });
-      if (best && wanted) collect_best(wanted, best + done);
-    }
+    make_room();
+    pool_.run([&](int thread) { pass(thread, last, logits, best); });
     for (const Part* part = parts; part < parts + count; ++part)
       if (!part->parents) part->sequence->length += part->count;
   }
@@ -294,6 +295,12 @@ class Model {
     return {part.sequence, part.tokens[t], length + own, {first, length, end, nullptr}};
   }
 
+  void make_room() {
+    if (rows_.size() <= room_) return;
+    hidden_ = zeros<float>(rows_.size() * hidden_stride_);
+    room_ = rows_.size();
+  }
+
   static Thread scratch_for(size_t rows, size_t widest) {
     Thread t;
     t.values = zeros<float>(rows * widest);
@@ -316,27 +323,33 @@ class Model {
     m.outlier_values = arena_.copy(m.outlier_values, outliers);
   }
 
-  void pass(int thread, const Row* given, int rows, int wanted, float* logits) {
-    const int dims = s_.heads * s_.head_dim, features = static_cast<int>(rounded_up(s_.intermediate, 8));
+  void pass(int thread, int last, float* logits, int64_t* best) {
+    const int rows = static_cast<int>(rows_.size());
     for (int t; (t = pool_.claim()) < rows;)
-      run_.embed(embedding_.codes ? embedding_ : head_, !embedding_.codes, given[t].token, s_.embed_scale,
-                 hidden_.get() + t * row_stride_);
+      run_.embed(embedding_.codes ? embedding_ : head_, !embedding_.codes, rows_[t].token, s_.embed_scale,
+                 hidden_.get() + t * hidden_stride_);
     pool_.barrier();
-    for (int i = 0; i < s_.layers; ++i) {
-      const Layer& l = layers_[i];
-      project(thread, i, given, prepared(thread, l.qkv, hidden_.get(), row_stride_, l.input_norm, rows));
-      attend(thread, i, given, rows);
-      add(thread, l.o, prepared(thread, l.o, mixed_.get(), dims, nullptr, rows), l.attention_post_norm);
-      if (l.experts) {
-        mix(thread, l, rows);
-        continue;
-      }
-      feed(thread, l.gate_up, prepared(thread, l.gate_up, hidden_.get(), row_stride_, l.mlp_norm, rows));
-      add(thread, l.down, prepared(thread, l.down, gated_.get(), features, nullptr, rows), l.mlp_post_norm);
+    for (int i = 0; i < s_.layers; ++i)
+      for (int begin = 0; begin < rows; begin += BLOCK) run_layer(thread, i, block(begin, rows));
+    for (int begin = rows - last; begin < rows; begin += BLOCK) {
+      const int64_t done = begin - (rows - last);
+      decide(thread, block(begin, rows), logits ? logits + done * s_.vocab : nullptr, best ? best + done : nullptr);
     }
-    if (!wanted) return;
-    const float* x = hidden_.get() + (rows - wanted) * row_stride_;
-    decide(thread, prepared(thread, head_, x, row_stride_, norm_, wanted), logits);
+  }
+
+  Block block(int begin, int end) const {
+    return {rows_.data() + begin, std::min(BLOCK, end - begin), hidden_.get() + begin * hidden_stride_};
+  }
+
+  void run_layer(int thread, int i, const Block& b) {
+    const int dims = s_.heads * s_.head_dim, features = static_cast<int>(rounded_up(s_.intermediate, 8));
+    const Layer& l = layers_[i];
+    project(thread, i, b.rows, prepared(thread, l.qkv, b.hidden, hidden_stride_, l.input_norm, b.count));
+    attend(thread, i, b);
+    add(thread, l.o, prepared(thread, l.o, mixed_.get(), dims, nullptr, b.count), l.attention_post_norm, b);
+    if (l.experts) return mix(thread, l, b);
+    feed(thread, l.gate_up, prepared(thread, l.gate_up, b.hidden, hidden_stride_, l.mlp_norm, b.count));
+    add(thread, l.down, prepared(thread, l.down, gated_.get(), features, nullptr, b.count), l.mlp_post_norm, b);
   }
 
   // Rows as matrix `m` reads them: normed (if there are gains), rounded. Few rows: each thread has its own copy.
@@ -403,26 +416,27 @@ class Model {
     std::memcpy(query_.get() + (int64_t(t) * s_.heads + head) * dim, x, sizeof(float) * dim);
   }
 
-  void attend(int thread, int i, const Row* given, int rows) {
+  void attend(int thread, int i, const Block& b) {
     const int dim = s_.head_dim, shared_by = s_.heads / s_.kv_heads, window = layers_[i].window;
-    for (int n; (n = pool_.claim()) < rows * s_.heads;) {
-      const int t = n % rows, head = n / rows;
+    for (int n; (n = pool_.claim()) < b.count * s_.heads;) {
+      const int t = n % b.count, head = n / b.count;
       const int64_t at = (int64_t(t) * s_.heads + head) * dim;
-      Span span = given[t].span;
+      Span span = b.rows[t].span;
       if (window) span.begin = std::max(0, span.end - window);
-      run_.attend(s_.cache, given[t].sequence->head(i, head / shared_by), query_.get() + at, dim, span,
+      run_.attend(s_.cache, b.rows[t].sequence->head(i, head / shared_by), query_.get() + at, dim, span,
                   s_.attention_scale, s_.attention_cap, threads_[thread].scores.get(), mixed_.get() + at);
     }
     pool_.barrier();
   }
 
   // Add to the residual stream; with gains, what is added is normed first, which takes whole rows.
-  void add(int thread, const Weight& m, const Rows& x, const float* gain) {
-    float* target = (gain ? added_ : hidden_).get();
+  void add(int thread, const Weight& m, const Rows& x, const float* gain, const Block& b) {
+    float* target = gain ? added_.get() : b.hidden;
+    const int64_t stride_to = gain ? row_stride_ : hidden_stride_;
     pieces(thread, m, x, piece(m), [&](int first, int count, float* out, int64_t stride) {
       const int n = std::min(count * 8, m.n - first * 8);
       for (int t = 0; t < x.count; ++t) {
-        float* to = target + t * row_stride_ + first * 8;
+        float* to = target + t * stride_to + first * 8;
         for (int j = 0; j < n; ++j) to[j] = gain ? out[t * stride + j] : to[j] + out[t * stride + j];
       }
     });
@@ -430,7 +444,7 @@ class Model {
     for (int t; (t = pool_.claim()) < x.count;) {
       float* y = added_.get() + t * row_stride_;
       run_.norm(y, gain, s_.norm_eps, s_.hidden, y);
-      for (int j = 0; j < s_.hidden; ++j) hidden_[t * row_stride_ + j] += y[j];
+      for (int j = 0; j < s_.hidden; ++j) b.hidden[t * hidden_stride_ + j] += y[j];
     }
     pool_.barrier();
   }
@@ -444,8 +458,9 @@ class Model {
   }
 
   // A mixture of experts. Rows are grouped by expert, so that each weight is read once.
-  void mix(int thread, const Layer& l, int rows) {
-    const Rows x = prepared(thread, l.router, hidden_.get(), row_stride_, l.mlp_norm, rows);
+  void mix(int thread, const Layer& l, const Block& b) {
+    const int rows = b.count;
+    const Rows x = prepared(thread, l.router, b.hidden, hidden_stride_, l.mlp_norm, rows);
     pieces(thread, l.router, x, piece(l.router), [&](int first, int count, float* out, int64_t stride) {
       const int n = std::min(count * 8, s_.experts - first * 8);
       for (int t = 0; t < rows; ++t)
@@ -457,7 +472,7 @@ class Model {
     const int size = rows * s_.experts_per_token;
     for (int i; (i = pool_.claim()) < size;) {
       const Choice& c = choices_[i];
-      prepare(l.experts[2 * c.expert], hidden_.get() + c.row * row_stride_, l.mlp_norm, chosen(0, size), i);
+      prepare(l.experts[2 * c.expert], b.hidden + c.row * hidden_stride_, l.mlp_norm, chosen(0, size), i);
     }
     pool_.barrier();
     expert_pieces(thread, l.experts, [&](int i, int first, int count, const float* out) {
@@ -469,7 +484,7 @@ class Model {
     expert_pieces(thread, l.experts + 1, [&](int i, int first, int count, const float* out) {
       std::memcpy(added_.get() + i * row_stride_ + first * 8, out, sizeof(float) * count * 8);
     });
-    for (int t; (t = pool_.claim()) < rows;) combine(t);
+    for (int t; (t = pool_.claim()) < rows;) combine(t, b.hidden + t * hidden_stride_);
     pool_.barrier();
   }
 
@@ -531,8 +546,7 @@ class Model {
   }
 
   // Add what a row's experts say, weighted, to the residual stream.
-  void combine(int t) {
-    float* to = hidden_.get() + t * row_stride_;
+  void combine(int t, float* to) {
     const int* own = order_.data() + t * s_.experts_per_token;
     for (int j = 0; j < s_.hidden; ++j) {
       float total = 0.0f;
@@ -542,7 +556,8 @@ class Model {
     }
   }
 
-  void decide(int thread, const Rows& x, float* logits) {
+  void decide(int thread, const Block& b, float* logits, int64_t* best) {
+    const Rows x = prepared(thread, head_, b.hidden, hidden_stride_, norm_, b.count);
     Thread& own = threads_[thread];
     std::fill_n(own.best.get(), x.count, -3e38f);
     std::fill_n(own.best_token.get(), x.count, int64_t{0});
@@ -557,6 +572,9 @@ class Model {
             if (from[j] > own.best[t]) own.best[t] = from[j], own.best_token[t] = first * 8 + j;
       }
     });
+    if (!best) return;
+    if (thread == 0) collect_best(x.count, best);
+    pool_.barrier();
   }
 
   // A thread takes pieces in rising order, so it holds the first of its equals; among threads the lower token wins.
@@ -579,7 +597,8 @@ class Model {
   std::vector<const float*> ropes_;
   Weight embedding_{}, head_{};
   const float* norm_ = nullptr;
-  int64_t row_stride_;
+  int64_t row_stride_, hidden_stride_;
+  size_t room_ = 0;  // rows of hidden states
   Buffer<float> hidden_, query_, mixed_, gated_, added_, routing_;
   Thread shared_, chosen_;  // inputs of a matmul: by row, and by choice
   std::vector<Choice> picked_, choices_;  // by row, and by expert
