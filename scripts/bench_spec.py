@@ -23,8 +23,8 @@ from qspec.schema.results import Measurement, Mismatch, Speed
 from qspec.schema.spec_matrix import SpecSubject, read_spec_matrix
 from qspec.spec.types import Drafter, Generation, StepRecord
 from qspec.stages.bench import find_mismatches, load_requests, measure
-from qspec.stages.bench_arm import Arm
-from qspec.stages.bench_stats import ArmFacts, Request, Run, summarize
+from qspec.stages.bench_arm import Arm, Request, Run
+from qspec.stages.bench_stats import ArmFacts, summarize
 from qspec.stages.check import real_vocab
 from qspec.stages.drafting import draft_policy, lookup_drafter, model_drafter
 

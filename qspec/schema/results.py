@@ -20,14 +20,28 @@ class Record(BaseModel):
 
 
 class Measurement(Record):
-    """One number. `n` counts what was averaged, `ci` is its 95 % interval, `condition` what it was measured under."""
+    """One number. `n` counts what was averaged, `ci` is its 95 % interval, `condition` what it was measured under.
+
+    `detectable`, of differences and ratios: the smallest true distance from no effect (0, or 1) that such a measurement
+    shows in 4 of 5 cases.
+    """
 
     metric: str
     value: float
     unit: str
     n: int
     ci: tuple[float, float] | None = None
+    detectable: float | None = None
     condition: dict[str, Scalar] = {}
+
+
+class Window(Record):
+    """Means over the tokens of one window, in nats and as a share."""
+
+    original_nll: float
+    quantized_nll: float
+    kl: float
+    agreement: float
 
 
 class Fidelity(Record):
@@ -38,6 +52,7 @@ class Fidelity(Record):
     perplexity_ratio: Measurement
     kl: Measurement
     top1_agreement: Measurement
+    windows: tuple[Window, ...] = ()
 
     def measurements(self) -> tuple[Measurement, ...]:
         ratio = (self.original_perplexity, self.quantized_perplexity, self.perplexity_ratio)
@@ -59,19 +74,23 @@ class TaskRow(Record):
 
 
 class SubTask(Record):
-    """Scores of one sub-task (a subject)."""
+    """Scores of one sub-task (a subject). `difference` is quantized - original; `p_value` is corrected for looking at
+    all sub-tasks (Holm)."""
 
     task: str
     n: int
     original: float
     quantized: float
+    difference: Measurement | None = None
+    p_value: float | None = None
 
 
 class TaskResult(Record):
     """A task on both arms, paired item by item.
 
     `p_value` is McNemar's exact test (None: items are not right or wrong); `detectable` is the smallest true
-    difference that these items would show with 80 % power; `verdict` says in words what the numbers carry.
+    difference that these items would show with 80 % power; `verdict` says in words what the numbers carry. `recovery`
+    is the quantized score over the original's.
     """
 
     task: str
@@ -80,6 +99,7 @@ class TaskResult(Record):
     quantized: Measurement
     difference: Measurement
     recovery: float | None
+    recovery_ci: tuple[float, float] | None = None
     only_original: int
     only_quantized: int
     p_value: float | None
@@ -136,7 +156,8 @@ class ArmSpeed(Record):
 class Ratio(Record):
     """`arm` against `baseline` on the same prompts: baseline's time per token over the arm's (above 1: faster).
 
-    `speedup` is the geometric mean over prompts, `per_prompt` the ratios behind it (medians over repeats).
+    `speedup` is the geometric mean over prompts, `per_prompt` the ratios behind it (medians over repeats) and `prompts`
+    their places in `Speed.prompts`.
     """
 
     arm: str
@@ -144,6 +165,7 @@ class Ratio(Record):
     temperature: float
     speedup: Measurement
     per_prompt: tuple[float, ...]
+    prompts: tuple[int, ...] = ()
 
 
 class SourceCounts(Record):
@@ -160,7 +182,8 @@ class Acceptance(Record):
 
     `per_position[i]` is the share of steps that drafted position i whose token there was accepted. `teacher_forced`:
     alpha from both models' laws behind every token of the plain answers, without drafting (None: no draft model).
-    Of trees, positions are depths, and `nodes_per_step` counts every token that was verified.
+    Of trees, positions are depths, and `nodes_per_step` counts every token that was verified. Intervals of `alpha`,
+    `tokens_per_step` and `teacher_forced` are over prompts, whose tokens resemble each other (None: one prompt).
     """
 
     arm: str
@@ -172,6 +195,7 @@ class Acceptance(Record):
     accepted: int
     alpha: Measurement
     tokens_per_step: float
+    tokens_per_step_ci: tuple[float, float] | None = None
     per_position: tuple[float, ...]
     per_position_ci: tuple[tuple[float, float], ...] = ()
     teacher_forced: Measurement | None = None
@@ -252,9 +276,17 @@ class Equality(Record):
         return all(m.near_tie for m in self.mismatches)
 
 
+class PromptFacts(Record):
+    """A prompt of the benchmark."""
+
+    category: str
+    tokens: int
+
+
 class Speed(Record):
     """What `bench` returns."""
 
+    prompts: tuple[PromptFacts, ...] = ()
     arms: tuple[ArmSpeed, ...]
     ratios: tuple[Ratio, ...]
     acceptance: tuple[Acceptance, ...] = ()

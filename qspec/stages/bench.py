@@ -19,9 +19,9 @@ from qspec.spec.engine import generate
 from qspec.spec.stats import teacher_forced_betas
 from qspec.spec.types import Generation, Sampling
 from qspec.stages import bench_stats
-from qspec.stages.bench_arm import Arm
+from qspec.stages.bench_arm import Arm, Request, Run
 from qspec.stages.bench_batch import measure_batches
-from qspec.stages.bench_stats import ArmFacts, Request, Run
+from qspec.stages.bench_stats import ArmFacts
 from qspec.stages.drafting import draft_lm
 
 WARM_UP_TOKENS = 4
@@ -167,7 +167,7 @@ def _teacher_forced(
     requests: list[Request],
     runs: list[Run],
     recipe: Recipe,
-) -> dict[tuple[str, float, str], Tensor]:
+) -> dict[tuple[str, float, str], list[Tensor]]:
     """Acceptance rates of draft models behind every token of the plain arms' first answers.
 
     By arm, temperature and category; `all` is every one.
@@ -182,7 +182,7 @@ def _teacher_forced(
                 betas = teacher_forced_betas(arms[name].target, models[name], prompt, answer, sampling)
                 for category in ("all", requests[run.prompt].category):
                     found.setdefault((name, run.temperature, category), []).append(betas)
-    return {key: torch.cat(betas) for key, betas in found.items()}
+    return found
 
 
 def find_mismatches(

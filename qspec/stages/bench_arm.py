@@ -1,10 +1,10 @@
-"""What a benchmark compares."""
+"""What a benchmark compares, what it asks, and what it gets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from qspec.nn.lm import LM
-from qspec.spec.types import Drafter, DraftLength
+from qspec.spec.types import Drafter, DraftLength, Generation, StepRecord
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,27 @@ class Arm:
     kv_bytes_per_token: float = 0.0
     c_hat: float | None = None
     new_drafter: Callable[[], Drafter] | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A tokenised prompt."""
+
+    category: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed generation; `prompt` is the index of its request."""
+
+    arm: str
+    temperature: float
+    repeat: int
+    prompt: int
+    generation: Generation
+
+
+def steps_of(runs: Iterable[Run]) -> list[StepRecord]:
+    """All decoding steps, in order."""
+    return [step for run in runs for step in run.generation.steps]

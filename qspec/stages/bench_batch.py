@@ -7,14 +7,14 @@ from statistics import mean
 import torch
 
 from qspec.nn.lm import BatchLM
-from qspec.numerics.paired import geometric_mean, quartiles
+from qspec.numerics.paired import detectable_ratio, geometric_mean, quartiles
 from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import BatchSpeed, Measurement, Spread
 from qspec.spec.batch import Prompt, generate_batch
 from qspec.spec.types import DraftLength, Generation, Sampling
-from qspec.stages.bench_arm import Arm
-from qspec.stages.bench_stats import ArmFacts, Request
+from qspec.stages.bench_arm import Arm, Request
+from qspec.stages.bench_stats import ArmFacts
 from qspec.stages.drafting import request_policy
 
 Answers = list[list[Generation]]
@@ -49,7 +49,7 @@ def measure_batches(
                 order = [plain, name] if (repeat + number) % 2 == 0 else [name, plain]
                 for which in order:
                     answers[which].append(_run(arms[which], group, policies, recipe, temperature, eos_ids))
-        found += [_summary(which, plain, batch, temperature, answers) for which in (plain, name)]
+        found += [_summary(which, plain, batch, temperature, answers, spec.repeats) for which in (plain, name)]
     return tuple({(b.arm, b.batch, b.temperature): b for b in found}.values())
 
 
@@ -92,16 +92,18 @@ def _rate(group: Sequence[Generation]) -> float:
     return sum(s.accepted + 1 for s in steps) / seconds if seconds else 0.0
 
 
-def _summary(name: str, plain: str, batch: int, temperature: float, answers: Mapping[str, Answers]) -> BatchSpeed:
+def _summary(
+    name: str, plain: str, batch: int, temperature: float, answers: Mapping[str, Answers], repeats: int
+) -> BatchSpeed:
     rates, base = [_rate(group) for group in answers[name]], [_rate(group) for group in answers[plain]]
     q1, mid, q3 = quartiles(rates)
     drafts = [step.drafted for group in answers[name] for generation in group for step in generation.steps]
-    ratios = [rate / other for rate, other in zip(rates, base, strict=True) if rate and other]
-    speedup = None
+    speedup, (ratios, over) = None, _ratios(rates, base, len(rates) // repeats)
     if name != plain and ratios:
         value, ci = geometric_mean(ratios)
-        metric = "tokens per second, arm / baseline (geometric mean over groups)"
-        speedup = Measurement(metric=metric, value=value, unit="x", n=len(ratios), ci=ci)
+        metric = f"tokens per second, arm / baseline (geometric mean over {over})"
+        least = detectable_ratio(ratios)
+        speedup = Measurement(metric=metric, value=value, unit="x", n=len(ratios), ci=ci, detectable=least)
     pairs = [
         (mine.tokens, other.tokens)
         for group, others in zip(answers[name], answers[plain], strict=True)
@@ -119,3 +121,12 @@ def _summary(name: str, plain: str, batch: int, temperature: float, answers: Map
         equal=sum(mine == other for mine, other in pairs),
         answers=len(pairs),
     )
+
+
+def _ratios(rates: Sequence[float], base: Sequence[float], groups: int) -> tuple[list[float], str]:
+    """Paired ratios and what they are of: each group once, its repeats averaged; of a single group, its repeats."""
+    pairs = [rates[i::groups] for i in range(groups)], [base[i::groups] for i in range(groups)]
+    by_group = [[a / b for a, b in zip(*pair, strict=True) if a and b] for pair in zip(*pairs, strict=True)]
+    if groups == 1:
+        return by_group[0], "repeats of one group of prompts"
+    return [geometric_mean(ratios)[0] for ratios in by_group if ratios], "groups of prompts"

@@ -1,13 +1,12 @@
 """From timed runs to speeds, paired ratios, acceptance and predictions. Pure: no clock, no model."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean, median
 
 from torch import Tensor
 
-from qspec.numerics.fidelity import bootstrap_ci
-from qspec.numerics.paired import geometric_mean, quartiles
+from qspec.numerics.paired import detectable_ratio, geometric_mean, quartiles
 from qspec.schema.results import (
     Acceptance,
     ArmSpeed,
@@ -15,33 +14,16 @@ from qspec.schema.results import (
     Measurement,
     Mismatch,
     Prediction,
+    PromptFacts,
     Ratio,
     Scalar,
-    SourceCounts,
     Speed,
     Spread,
 )
 from qspec.spec.stats import SpecStats
 from qspec.spec.types import Generation, StepRecord
-
-
-@dataclass(frozen=True)
-class Request:
-    """A tokenised prompt."""
-
-    category: str
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One timed generation; `prompt` is the index of its request."""
-
-    arm: str
-    temperature: float
-    repeat: int
-    prompt: int
-    generation: Generation
+from qspec.stages.bench_acceptance import acceptance
+from qspec.stages.bench_arm import Request, Run, steps_of
 
 
 @dataclass(frozen=True)
@@ -63,16 +45,16 @@ def summarize(
     mismatches: Mapping[str, list[Mismatch]],
     bandwidth: Measurement,
     condition: dict[str, Scalar],
-    betas: Mapping[tuple[str, float, str], Tensor] | None = None,
+    betas: Mapping[tuple[str, float, str], Sequence[Tensor]] | None = None,
 ) -> Speed:
     """All of `Speed` from the runs of every arm, batches left out.
 
-    betas: teacher-forced acceptance rates by arm, temperature and category (`all`: every one).
+    betas: teacher-forced acceptance rates of every prompt, by arm, temperature and category (`all`: every one).
     """
     baseline = next((name for name, fact in facts.items() if not fact.speculative), None)
     arms: list[ArmSpeed] = []
     ratios: list[Ratio] = []
-    acceptance: list[Acceptance] = []
+    accepted: list[Acceptance] = []
     predictions: list[Prediction] = []
     for temperature in dict.fromkeys(run.temperature for run in runs):
         by_arm = {name: [r for r in runs if (r.arm, r.temperature) == (name, temperature)] for name in facts}
@@ -83,16 +65,17 @@ def summarize(
             ratios += own
             if fact.speculative:
                 forced = {key[2]: found for key, found in (betas or {}).items() if key[:2] == (name, temperature)}
-                acceptance += _acceptance(name, by_arm[name], requests, forced)
+                accepted += acceptance(name, by_arm[name], requests, forced)
                 measured = next((r.speedup.value for r in own if r.baseline == fact.plain), None)
                 if fact.plain is not None and measured is not None:
                     predictions += _prediction(name, fact, by_arm, measured)
     compared = [name for name, fact in facts.items() if fact.speculative and fact.plain is not None]
     greedy = {name: sum(r.arm == name and r.temperature == 0 for r in runs) for name in compared}
     return Speed(
+        prompts=tuple(PromptFacts(category=r.category, tokens=len(r.tokens)) for r in requests),
         arms=tuple(arms),
         ratios=tuple(ratios),
-        acceptance=tuple(acceptance),
+        acceptance=tuple(accepted),
         predictions=tuple(predictions),
         equality=tuple(_equality(name, facts[name], n, mismatches.get(name, [])) for name, n in greedy.items() if n),
         bandwidth=bandwidth,
@@ -103,7 +86,7 @@ def summarize(
 def _arm_speed(
     name: str, fact: ArmFacts, runs: Sequence[Run], requests: Sequence[Request], bandwidth: float
 ) -> ArmSpeed:
-    steps = _steps(runs)
+    steps = steps_of(runs)
     size = _bytes_per_token(fact, runs, requests)
     parts = {"draft": sum(s.t_draft for s in steps), "verify": sum(s.t_verify for s in steps)}
     parts["other"] = sum(s.t_other for s in steps)
@@ -149,13 +132,13 @@ def _spread(unit: str, values: Iterable[float]) -> Spread:
 
 def _bytes_per_token(fact: ArmFacts, runs: Sequence[Run], requests: Sequence[Request]) -> float | None:
     """Bytes that one output token has to read at the measured context, draft length and acceptance."""
-    if not fact.weight_bytes or (fact.speculative and not _steps(runs)):
+    if not fact.weight_bytes or (fact.speculative and not steps_of(runs)):
         return None
     context = mean(len(requests[r.prompt].tokens) + len(r.generation.tokens) / 2 for r in runs)
     step = fact.weight_bytes + context * fact.kv_bytes_per_token
     if not fact.speculative:
         return step
-    steps = _steps(runs)
+    steps = steps_of(runs)
     drafted, accepted = mean(s.drafted for s in steps), mean(s.accepted for s in steps)
     return (step + drafted * fact.draft_bytes) / (1 + accepted)
 
@@ -172,70 +155,28 @@ def _prompt_tpot(runs: Iterable[Run]) -> dict[int, float]:
 def _ratio(name: str, baseline: str, by_arm: Mapping[str, Sequence[Run]]) -> Ratio | None:
     """Paired speed ratio over the prompts that both arms answered with at least two tokens; None without any."""
     arm, base = _prompt_tpot(by_arm[name]), _prompt_tpot(by_arm[baseline])
-    ratios = [base[prompt] / arm[prompt] for prompt in base if prompt in arm]
+    prompts = [prompt for prompt in base if prompt in arm]
+    ratios = [base[prompt] / arm[prompt] for prompt in prompts]
     if not ratios:
         return None
     value, ci = geometric_mean(ratios)
+    least = detectable_ratio(ratios)
     metric = "time per token, baseline / arm (geometric mean over prompts)"
     return Ratio(
         arm=name,
         baseline=baseline,
         temperature=by_arm[name][0].temperature,
-        speedup=Measurement(metric=metric, value=value, unit="x", n=len(ratios), ci=ci),
+        speedup=Measurement(metric=metric, value=value, unit="x", n=len(ratios), ci=ci, detectable=least),
         per_prompt=tuple(ratios),
+        prompts=tuple(prompts),
     )
-
-
-def _acceptance(
-    name: str, runs: Sequence[Run], requests: Sequence[Request], betas: Mapping[str, Tensor]
-) -> list[Acceptance]:
-    """Pooled over all prompts (`all`), then by category."""
-    groups = {"all": list(runs)}
-    for run in runs:
-        groups.setdefault(requests[run.prompt].category, []).append(run)
-    found: list[Acceptance] = []
-    for category, members in groups.items():
-        if not (steps := _steps(members)):
-            continue
-        stats = SpecStats.from_steps(steps, 1.0)
-        tested = stats.accepted + sum(s.accepted < s.drafted for s in steps)
-        alpha = Measurement(
-            metric="acceptance rate alpha", value=stats.alpha, unit="per draft token", n=tested, ci=stats.alpha_ci
-        )
-        found.append(
-            Acceptance(
-                arm=name,
-                temperature=runs[0].temperature,
-                category=category,
-                prompts=len({r.prompt for r in members}),
-                steps=stats.steps,
-                drafted=stats.drafted,
-                accepted=stats.accepted,
-                alpha=alpha,
-                tokens_per_step=stats.tokens_per_step,
-                per_position=stats.per_position,
-                per_position_ci=stats.per_position_ci,
-                teacher_forced=_teacher_forced(betas.get(category)),
-                nodes_per_step=stats.nodes_per_step,
-                sources=tuple(SourceCounts(source=s, **asdict(counts)) for s, counts in stats.by_source.items()),
-            )
-        )
-    return found
-
-
-def _teacher_forced(betas: Tensor | None) -> Measurement | None:
-    if betas is None or not len(betas):
-        return None
-    metric = "acceptance rate alpha, mean sum of minima behind the plain answers' tokens"
-    mean_beta, ci = float(betas.mean()), bootstrap_ci(betas)
-    return Measurement(metric=metric, value=mean_beta, unit="per token", n=len(betas), ci=ci)
 
 
 def _prediction(name: str, fact: ArmFacts, by_arm: Mapping[str, Sequence[Run]], measured: float) -> list[Prediction]:
     """Speedup by the model of arXiv 2211.17192 with measured inputs, beside the measured one."""
     plain = fact.plain
     assert plain is not None
-    steps, plain_steps = _steps(by_arm[name]), _steps(by_arm[plain])
+    steps, plain_steps = steps_of(by_arm[name]), steps_of(by_arm[plain])
     if not steps or not plain_steps:
         return []
     t_plain = median(s.t_verify + s.t_other for s in plain_steps)
@@ -270,7 +211,3 @@ def _operations(steps: Sequence[StepRecord], c_hat: float) -> float:
 def _equality(name: str, fact: ArmFacts, n: int, mismatches: Sequence[Mismatch]) -> Equality:
     assert fact.plain is not None
     return Equality(arm=name, baseline=fact.plain, n=n, equal=n - len(mismatches), mismatches=tuple(mismatches))
-
-
-def _steps(runs: Iterable[Run]) -> list[StepRecord]:
-    return [step for run in runs for step in run.generation.steps]

@@ -14,6 +14,7 @@ from qspec.nn.lm import LM
 from qspec.numerics.clipping import ABSMAX
 from qspec.numerics.fidelity import bootstrap_ci, kl_divergence, nll, top1_agreement
 from qspec.numerics.paired import shown_sign
+from qspec.numerics.student import mean_interval
 from qspec.plan import KVScheme, LayerScheme, QuantPlan
 from qspec.records import ArchMap
 
@@ -74,7 +75,7 @@ class Difference:
 def difference(a: Windows, b: Windows) -> Difference:
     """How much more KL `b` has than `a`, paired by window."""
     by_window = torch.tensor(b["kl"], dtype=torch.float64) - torch.tensor(a["kl"], dtype=torch.float64)
-    ci = bootstrap_ci(by_window)
+    ci = mean_interval(by_window.tolist()) or (-math.inf, math.inf)
     return Difference(float(by_window.mean()), ci, shown_sign(ci, None))
 
 

@@ -12,12 +12,14 @@ from qspec.bridges.harness import Sample, Scores
 from qspec.bridges.text import origin, windows
 from qspec.errors import SourceError
 from qspec.nn.lm import LM
-from qspec.numerics.fidelity import bootstrap_ci, kl_divergence, mcnemar_exact, nll, top1_agreement, wilson_interval
-from qspec.numerics.paired import detectable_difference, pair_deviation, proportion_difference, shown_sign
+from qspec.numerics.fidelity import kl_divergence, nll, top1_agreement
+from qspec.numerics.paired import detectable_ratio, holm
+from qspec.numerics.student import mean_interval
 from qspec.progress import Progress
 from qspec.records import Tokenizer
 from qspec.schema.recipe import FidelitySpec, Recipe, TaskSpec
-from qspec.schema.results import Accuracy, Fidelity, Measurement, Scalar, SubTask, TaskResult, TaskRow
+from qspec.schema.results import Accuracy, Fidelity, Measurement, Scalar, SubTask, TaskResult, TaskRow, Window
+from qspec.stages.items import compare_items, score_interval
 
 CHUNK = 128
 """Positions whose logits are held at once: bounds memory over large vocabularies."""
@@ -73,18 +75,24 @@ def measure_fidelity(
         "tokens": len(rows) * (length - 1),
     }
 
-    def mean(metric: str, unit: str, values_W: Tensor, exponential: bool = False) -> Measurement:
-        f = _exp if exponential else float
-        lo, hi = bootstrap_ci(values_W)
-        value = f(float(values_W.mean()))
-        return Measurement(metric=metric, value=value, unit=unit, n=len(rows), ci=(f(lo), f(hi)), condition=condition)
+    def mean(metric: str, unit: str, values_W: Tensor, low: float = -math.inf, high: float = math.inf) -> Measurement:
+        ci = mean_interval(values_W.tolist(), low=low, high=high)
+        value = float(values_W.mean())
+        return Measurement(metric=metric, value=value, unit=unit, n=len(rows), ci=ci, condition=condition)
+
+    def exponential(metric: str, values_W: Tensor, ratio: bool = False) -> Measurement:
+        found = mean(metric, "", values_W)
+        ci = found.ci and (_exp(found.ci[0]), _exp(found.ci[1]))
+        detectable = detectable_ratio(values_W.exp().tolist()) if ratio else None
+        return found.model_copy(update={"value": _exp(found.value), "ci": ci, "detectable": detectable})
 
     return Fidelity(
-        original_perplexity=mean("perplexity, original", "", a_W, exponential=True),
-        quantized_perplexity=mean("perplexity, quantized", "", b_W, exponential=True),
-        perplexity_ratio=mean("perplexity, quantized / original", "", b_W - a_W, exponential=True),
-        kl=mean("KL(original || quantized)", "nats/token", kl_W),
-        top1_agreement=mean("top-1 agreement", "share of tokens", same_W),
+        original_perplexity=exponential("perplexity, original", a_W),
+        quantized_perplexity=exponential("perplexity, quantized", b_W),
+        perplexity_ratio=exponential("perplexity, quantized / original", b_W - a_W, ratio=True),
+        kl=mean("KL(original || quantized)", "nats/token", kl_W, low=0.0),
+        top1_agreement=mean("top-1 agreement", "share of tokens", same_W, high=1.0),
+        windows=tuple(Window(**dict(zip(Window.model_fields, row, strict=True))) for row in means_W4.tolist()),
     )
 
 
@@ -106,29 +114,31 @@ def _window(original: LM, quantized: LM, tokens: list[int]) -> Tensor:
 def compare(task: TaskSpec, backend: str, original: Scores, quantized: Scores) -> TaskResult:
     """Pair two arms item by item. Raises `SourceError` when they did not answer the same prompts."""
     rows = _pair(original.samples, quantized.samples)
-    n = len(rows)
-    difference, only_original, only_quantized, detectable = _difference(rows)
-    binary = all(score in (0.0, 1.0) for row in rows for score in (row.original, row.quantized))
-    p_value = mcnemar_exact(only_original, only_quantized) if binary else None
-    means = [sum(scores) / n for scores in ([r.original for r in rows], [r.quantized for r in rows])]
+    n, found = len(rows), compare_items([row.original for row in rows], [row.quantized for row in rows])
     a, b = (
         Measurement(
-            metric=f"{arm.metric}, {name}", value=mean, unit="", n=n, ci=_interval(arm), condition=arm.condition
+            metric=f"{arm.metric}, {name}",
+            value=mean,
+            unit="",
+            n=n,
+            ci=score_interval([sample.score for sample in arm.samples]),
+            condition=arm.condition,
         )
-        for name, arm, mean in zip(("original", "quantized"), (original, quantized), means, strict=True)
+        for name, arm, mean in zip(("original", "quantized"), (original, quantized), found.means, strict=True)
     )
     return TaskResult(
         task=task.name,
         backend=backend,
         original=a,
         quantized=b,
-        difference=difference,
-        recovery=b.value / a.value if a.value else None,
-        only_original=only_original,
-        only_quantized=only_quantized,
-        p_value=p_value,
-        detectable=detectable,
-        verdict=_verdict(difference, p_value, detectable),
+        difference=found.difference,
+        recovery=found.recovery,
+        recovery_ci=found.recovery_ci,
+        only_original=found.only_a,
+        only_quantized=found.only_b,
+        p_value=found.p_value,
+        detectable=found.difference.detectable or 1.0,
+        verdict=found.verdict("quantized"),
         original_cut=sum(r.original_cut for r in rows) / n,
         quantized_cut=sum(r.quantized_cut for r in rows) / n,
         prompts_cut=sum(r.prompt_cut for r in rows),
@@ -163,54 +173,22 @@ def _row(a: Sample, b: Sample) -> TaskRow:
     )
 
 
-def _difference(rows: list[TaskRow]) -> tuple[Measurement, int, int, float]:
-    """Quantized - original with its interval, the items that one arm alone won, and the detectable difference."""
-    n, values_N = len(rows), torch.tensor([r.quantized - r.original for r in rows], dtype=torch.float64)
-    lost, won = int((values_N < 0).sum()), int((values_N > 0).sum())
-    if all(abs(value) in (0.0, 1.0) for value in values_N.tolist()):
-        ci, deviation = proportion_difference(lost, won, n), pair_deviation(lost, won, n)
-    else:
-        ci, deviation = bootstrap_ci(values_N), float(values_N.std(correction=0))
-    mean = float(values_N.mean())
-    return (
-        Measurement(metric="quantized - original", value=mean, unit="", n=n, ci=ci),
-        lost,
-        won,
-        min(1.0, detectable_difference(deviation, n)),
-    )
-
-
-def _interval(arm: Scores) -> tuple[float, float]:
-    scores = [sample.score for sample in arm.samples]
-    if all(score in (0.0, 1.0) for score in scores):
-        return wilson_interval(int(sum(scores)), len(scores))
-    return bootstrap_ci(torch.tensor(scores, dtype=torch.float64))
-
-
-def _verdict(difference: Measurement, p_value: float | None, detectable: float) -> str:
-    """What the numbers carry, in one sentence."""
-    lo, hi = difference.ci or (-math.inf, math.inf)
-    test = "" if p_value is None else f", McNemar p = {p_value:.2g}"
-    sign = shown_sign((lo, hi), p_value)
-    if sign == 0:
-        limit = f"a true difference below {100 * detectable:.1f} points would go unseen with {difference.n} items"
-        return f"no difference detected{test}; {limit}"
-    word = "better" if sign > 0 else "worse"
-    size = f"{100 * abs(difference.value):.1f} points (95 % CI {100 * lo:+.1f} to {100 * hi:+.1f}{test})"
-    return f"quantized is {word} by {size}"
-
-
 def _sub_tasks(rows: list[TaskRow]) -> tuple[SubTask, ...]:
     names = dict.fromkeys(row.task for row in rows)
     groups = {name: [row for row in rows if row.task == name] for name in names}
+    found = {name: compare_items([r.original for r in g], [r.quantized for r in g]) for name, g in groups.items()}
+    tested = [name for name, items in found.items() if items.p_value is not None]
+    adjusted = dict(zip(tested, holm([found[name].p_value or 0.0 for name in tested]), strict=True))
     return tuple(
         SubTask(
             task=name,
-            n=len(group),
-            original=sum(r.original for r in group) / len(group),
-            quantized=sum(r.quantized for r in group) / len(group),
+            n=len(groups[name]),
+            original=items.means[0],
+            quantized=items.means[1],
+            difference=items.difference,
+            p_value=adjusted.get(name),
         )
-        for name, group in groups.items()
+        for name, items in found.items()
     )
 
 

@@ -42,7 +42,7 @@ def _lossless(equality: Equality) -> Finding:
 
 def _task(task: TaskResult) -> Finding:
     tones: dict[int, Tone] = {1: "good", 0: "open", -1: "bad"}
-    sign = shown_sign(task.difference.ci or (-math.inf, math.inf), task.p_value)
+    sign = shown_sign(task.difference.ci, task.p_value)
     cut = max(task.original_cut, task.quantized_cut)
     caution = f"; {percent(cut)} of the answers were cut at the token limit, so the score says little" * (
         cut > MANY_CUT
@@ -61,7 +61,9 @@ def _faster(ratio: Ratio) -> Finding:
         return Finding("good", f"{pair}: faster, {numbers}")
     if high < 1:
         return Finding("bad", f"{pair}: slower, {numbers}")
-    return Finding("open", f"{pair}: no clear difference in speed, {numbers}")
+    seen = ratio.speedup.detectable
+    least = "" if seen is None or math.isinf(seen) else f"; one of {percent(seen)} would have been shown"
+    return Finding("open", f"{pair}: no difference in speed shown, {numbers}{least}")
 
 
 def _advice(speed: Speed) -> list[Finding]:
@@ -127,8 +129,8 @@ def _first_token(speed: Speed, limit: float) -> Finding:
 
 
 def _recovery(task: TaskResult, limit: float) -> Finding:
-    """Score kept, with the interval of the paired difference over the original's score."""
-    low, high = (1 + end / task.original.value for end in task.difference.ci or (0.0, 0.0))
+    """Score kept, with its interval."""
+    low, high = task.recovery_ci or tuple(1 + end / task.original.value for end in task.difference.ci or (0.0, 0.0))
     numbers = f"{task.task} keeps {percent(task.quantized.value / task.original.value)}"
     numbers += f" (95 % CI {percent(low)} to {percent(high)}, n = {task.original.n})"
     name = f"recovery budget {percent(limit)}"

@@ -9,7 +9,7 @@ from qspec.eval_files import eval_dir
 from qspec.schema.results import Mismatch
 from qspec.schema.spec_matrix import read_spec_matrix
 from qspec.spec.types import Generation, StepRecord
-from qspec.stages.bench_stats import Run
+from qspec.stages.bench_arm import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))  # as for a script, whose neighbours are top-level modules

@@ -16,8 +16,9 @@ from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
 from qspec.spec.types import Generation, StepRecord
 from qspec.stages import bench as stage
-from qspec.stages.bench_arm import Arm
-from qspec.stages.bench_stats import ArmFacts, Request, Run, summarize
+from qspec.stages.bench_acceptance import acceptance
+from qspec.stages.bench_arm import Arm, Request, Run
+from qspec.stages.bench_stats import ArmFacts, summarize
 from tests.arms import Letters, Parrot
 from tests.spec.toys import Scripted
 
@@ -219,6 +220,7 @@ def test_teacher_forced_acceptance_stands_beside_the_counted_one(prompts: str):
     assert everything.teacher_forced is not None
     assert (everything.teacher_forced.value, everything.teacher_forced.n) == (1.0, 4 * 12)  # greedy, the same script
     assert [a.teacher_forced and a.teacher_forced.n for a in by_category] == [2 * 12, 2 * 12]
+    assert everything.teacher_forced.ci == (1.0, 1.0)
     assert len(everything.per_position_ci) == len(everything.per_position)
     (prediction,) = speed.predictions
     drafted = prediction.draft_length
@@ -251,3 +253,21 @@ def test_repeats_do_not_ask_a_memory_what_it_has_answered(prompts: str):
     ]
     assert rounds[0] == rounds[1] == rounds[2]
     assert any(accepted for _, accepted in rounds[0])  # from the other prompts of its round
+
+
+def test_acceptance_is_as_sure_as_its_prompts():
+    """Would catch greedy repeats and the tokens of one answer counted as independent, and one prompt taken for many."""
+    easy, hard = [StepRecord(4, 4, 0.1, 0.1, 0.1)] * 40, [StepRecord(4, 0, 0.1, 0.1, 0.1)] * 40
+    answers = [easy, hard, easy, hard]
+    requests = [Request("x" if i < 3 else "y", [1]) for i in range(4)]
+    runs = [_run("s", i, 1.0, repeat, answers[i]) for repeat in range(3) for i in range(4)]
+    pooled, _, of_y = acceptance("s", runs, requests, {})
+    assert pooled.alpha.value == pytest.approx(320 / 400)
+    assert pooled.alpha.n == 3 * 400
+    assert pooled.alpha.ci is not None
+    assert pooled.alpha.ci[1] - pooled.alpha.ci[0] > 0.4  # Wilson's interval of 1200 tokens is 0.05 wide
+    assert pooled.tokens_per_step_ci is not None
+    assert pooled.tokens_per_step_ci[0] < 3 < pooled.tokens_per_step_ci[1]
+    assert (of_y.prompts, of_y.alpha.ci, of_y.tokens_per_step_ci) == (1, None, None)
+    same = acceptance("s", runs[::2], requests, {})[0]  # both easy: nothing differs, and still no certainty
+    assert same.alpha.ci == (pytest.approx(0.988, abs=2e-3), 1.0)  # Wilson's of one round of two prompts

@@ -9,9 +9,8 @@ from qspec.schema.recipe import Recipe
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.types import Generation, StepRecord
 from qspec.stages.bench import arm_facts
-from qspec.stages.bench_arm import Arm
-from qspec.stages.bench_batch import _groups, _rate, measure_batches
-from qspec.stages.bench_stats import Request
+from qspec.stages.bench_arm import Arm, Request
+from qspec.stages.bench_batch import _groups, _rate, _ratios, measure_batches
 from tests.spec.toys import TableLM, blend, table
 
 TABLE = table(1, 6)
@@ -51,7 +50,8 @@ def test_each_size_is_measured_with_and_without_drafts() -> None:
     assert by_arm["plain"].speedup is None
     assert by_arm["drafts"].draft_length > 1
     assert by_arm["drafts"].speedup is not None
-    assert by_arm["drafts"].speedup.n == by_arm["drafts"].rate.n == 2 * 2  # repeats x groups
+    assert by_arm["drafts"].rate.n == 2 * 2  # repeats x groups
+    assert by_arm["drafts"].speedup.n == 2  # groups: a repeat is no new prompt
     assert (by_arm["drafts"].equal, by_arm["drafts"].answers) == (8, 8)
     assert all(b.answers == 0 for b in found if b.temperature)
 
@@ -79,3 +79,12 @@ def test_rates_add_requests_up() -> None:
     """Catches seconds counted once per request: they are shares of one clock."""
     group = [Generation([1, 2, 3], [StepRecord(1, 1, 0.1, 0.3, 0.1)]) for _ in range(4)]
     assert _rate(group) == pytest.approx(8 / 2.0)
+
+
+def test_a_repeat_is_no_new_prompt() -> None:
+    """Catches repeats counted as if they were more prompts, and one group's spread of timing called anything else."""
+    assert _ratios([2.0, 3.0, 8.0, 3.0], [1.0, 1.0, 1.0, 1.0], 2) == (
+        [pytest.approx(4.0), pytest.approx(3.0)],
+        "groups of prompts",
+    )
+    assert _ratios([2.0, 3.0], [1.0, 1.0], 1) == ([2.0, 3.0], "repeats of one group of prompts")

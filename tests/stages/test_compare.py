@@ -50,12 +50,13 @@ def test_summary() -> None:
 def test_windows_are_paired() -> None:
     """Catches arms compared as if their windows were not the same: hard text would hide a steady gain."""
     hard_and_easy = [0.01, 0.5, 0.02, 0.9, 0.03, 0.7]
-    worse = [1.1 * kl for kl in hard_and_easy]
+    worse = [kl + 0.02 + 0.01 * kl for kl in hard_and_easy]
     found = difference(windows(hard_and_easy), windows(worse))
     assert found.sign == 1
     assert found.ci[0] > 0
     assert difference(windows(worse), windows(hard_and_easy)).sign == -1
     assert difference(windows(hard_and_easy), windows(hard_and_easy[::-1])).sign == 0
+    assert difference(windows([0.1]), windows([0.2])).sign == 0  # one window decides nothing
 
 
 def test_the_verdict_is_between_the_best_of_each() -> None:

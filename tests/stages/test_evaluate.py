@@ -59,6 +59,8 @@ def test_fidelity_equals_direct_computation(folder: Path, data: str):
     for measured in found.measurements():
         assert measured.ci is not None
         assert measured.ci[0] <= measured.value <= measured.ci[1]
+    assert found.perplexity_ratio.detectable is not None
+    assert sum(window.kl for window in found.windows) / 5 == pytest.approx(found.kl.value)
 
 
 def test_a_model_equals_itself(folder: Path, data: str):
@@ -80,10 +82,15 @@ def test_equal_scores_are_no_proof_of_equality():
     assert result.difference.value == 0
     assert result.difference.ci is not None
     assert result.difference.ci[0] < 0 < result.difference.ci[1]
-    assert result.verdict.startswith("no difference detected, McNemar p = 1; a true difference below ")
-    assert result.verdict.endswith("points would go unseen with 20 items")
+    assert result.verdict.startswith("no difference detected, McNemar p = 1; a drop of ")
+    assert result.verdict.endswith("points would have been (20 items, 80 % power)")
     assert result.detectable > 0.1
+    assert result.difference.detectable == result.detectable
     assert result.recovery == 1.0
+    assert result.recovery_ci is not None
+    assert result.recovery_ci[0] < 0.95 < 1.05 < result.recovery_ci[1]
+    (single,) = [stage.compare(TaskSpec(), "qspec", _scores([1]), _scores([1]))]
+    assert single.verdict == "no difference detected, McNemar p = 1; 1 items can show none"
 
 
 def test_a_clear_loss_is_called_one():
@@ -99,6 +106,11 @@ def test_a_clear_loss_is_called_one():
     assert (result.original_cut, result.quantized_cut) == (0.1, 0.0)
     assert [(s.task, s.n) for s in result.sub_tasks] == [("t_0", 20), ("t_1", 20)]
     assert sum(s.quantized * s.n for s in result.sub_tasks) == 25
+    for sub_task in result.sub_tasks:
+        assert sub_task.difference is not None
+        assert sub_task.difference.value == pytest.approx(sub_task.quantized - sub_task.original)
+        assert sub_task.p_value is not None
+        assert sub_task.p_value >= stage.compare_items([1.0] * 8 + [1.0] * 12, [0.0] * 8 + [1.0] * 12).p_value
 
 
 def test_scores_that_are_not_right_or_wrong():
@@ -107,6 +119,8 @@ def test_scores_that_are_not_right_or_wrong():
     assert result.p_value is None
     assert result.difference.value == pytest.approx(-0.2 / 3)
     assert "McNemar" not in result.verdict
+    assert result.recovery_ci is not None
+    assert result.recovery_ci[0] <= result.recovery <= result.recovery_ci[1]
 
 
 @pytest.mark.parametrize("other", [_scores([1.0, 0.0], prompt="q"), _scores([1.0]), _scores([])])

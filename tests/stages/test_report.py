@@ -36,7 +36,7 @@ def test_the_verdict_comes_first():
     [
         (1.4, (1.3, 1.5), "good", "faster, 1.40× (95 % CI 1.30 to 1.50, 12 prompts)"),
         (0.8, (0.7, 0.9), "bad", "slower"),
-        (1.1, (0.9, 1.3), "open", "no clear difference"),
+        (1.1, (0.9, 1.3), "open", "no difference in speed shown"),
     ],
 )
 def test_faster_and_slower_need_their_interval(value: float, ci: tuple[float, float], tone: str, words: str):
