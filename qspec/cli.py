@@ -297,6 +297,43 @@ def profile(
         print(report_text.render(document(found, str(pair))), end="")
 
 
+@app.command(context_settings={"allow_extra_args": True})
+def serve(
+    context: typer.Context,
+    pair: PairFolder,
+    python: Annotated[
+        Path, typer.Option(metavar="FILE", envvar="QSPEC_VLLM", help="Interpreter of the environment that has vLLM.")
+    ] = Path(sys.executable),
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="The target alone.")] = False,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds until it must answer.")] = 900,
+    any_version: Annotated[
+        bool, typer.Option("--any-version", help="Start releases that are not known to work.")
+    ] = False,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the command and start nothing.")] = False,
+) -> None:
+    """Serve a pair by vLLM, with an OpenAI-style API; Ctrl-C stops it.
+
+    Options behind -- go to vLLM as they are, for example: qspec serve PAIR -- --tensor-parallel-size 4
+    """
+    import time
+
+    from qspec.bridges import vllm
+    from qspec.stages.serve import serving
+
+    job = serving(pair, draft=not no_draft, more=context.args)
+    if only_print:
+        print(job.command)
+        return
+    found = vllm.version(python, any_version)
+    with vllm.server(python, job.model, job.arguments, host, port, patience) as process:
+        print(f"http://{host}:{port}/v1: {pair} on vLLM {found}; Ctrl-C stops it", flush=True)
+        while process.poll() is None:
+            time.sleep(0.2)
+        raise vllm.ServingError("vLLM", f"ended with status {process.returncode}", "read its last lines above")
+
+
 @app.command()
 def publish(
     pair: PairFolder,

@@ -1,6 +1,7 @@
 """What of a pair which runtime serves, how, and why not, and the commands. Versions: vLLM 0.33, transformers 5."""
 
 import json
+import shlex
 from typing import Any
 
 from qspec.plan import KVScheme
@@ -69,14 +70,19 @@ def draft_kv_dtype(recipe: Recipe) -> str:
     return "auto" if dtype == "fp8" and read_device(recipe.device).capability == ADA else dtype
 
 
-def vllm_command(recipe: Recipe, pair: str = "pair", kv: KVScheme | None = None) -> str:
-    """The command that serves the pair, draft included where vLLM can; `kv` is the target's where it was measured."""
+def vllm_arguments(recipe: Recipe, pair: str = "pair", kv: KVScheme | None = None, *, draft: bool = True) -> list[str]:
+    """Arguments of vLLM's server behind the model's folder; `kv` is the target's where it was measured."""
     kv = kv or kv_scheme(recipe.target.quantization.kv)
-    command = f"vllm serve {pair}/target --kv-cache-dtype {kv_flag(kv)}{skip_flag(kv)}"
+    arguments = ["--kv-cache-dtype", kv_flag(kv), *skip_flag(kv)]
     if recipe.speculation.max_length:
-        command += f" --max-model-len {recipe.speculation.max_length}"
-    config = vllm_speculative_config(recipe, f"{pair}/draft")
-    return command if config is None else f"{command} --speculative-config '{json.dumps(config)}'"
+        arguments += ["--max-model-len", str(recipe.speculation.max_length)]
+    config = vllm_speculative_config(recipe, f"{pair}/draft") if draft else None
+    return arguments if config is None else [*arguments, "--speculative-config", json.dumps(config)]
+
+
+def vllm_command(recipe: Recipe, pair: str = "pair", kv: KVScheme | None = None) -> str:
+    """The command that serves the pair, draft included where vLLM can."""
+    return shlex.join(["vllm", "serve", f"{pair}/target", *vllm_arguments(recipe, pair, kv)])
 
 
 def transformers_snippet(recipe: Recipe, capability: int | None, pair: str = "pair") -> str:

@@ -31,8 +31,8 @@ def kv_flag(kv: KVScheme | None) -> str:
     return f"{_SHORT[part.fmt.name]}_per_token_head" if part.granularity == "token_head" else _SHORT[part.fmt.name]
 
 
-def skip_flag(kv: KVScheme | None) -> str:
-    """The flag that keeps layers in float, with a leading space; empty where none are kept or known yet."""
+def skip_flag(kv: KVScheme | None) -> list[str]:
+    """The arguments that keep layers in float; none where none are kept or known yet."""
     if kv is None or not kv.skip_layers or kv.skip_layers == "auto" or refusal(kv) is not None:
-        return ""
-    return f" --kv-cache-dtype-skip-layers {' '.join(map(str, kv.skip_layers))}"
+        return []
+    return ["--kv-cache-dtype-skip-layers", *map(str, kv.skip_layers)]

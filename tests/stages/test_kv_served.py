@@ -30,7 +30,7 @@ def test_what_only_qspec_runs_is_refused_for_gpus(kv: dict[str, Any], reason: st
     scheme = kv_scheme(KVSpec(**kv))
     assert scheme is not None
     assert reason in (refusal(scheme) or "")
-    assert (kv_flag(scheme), skip_flag(scheme)) == ("auto", "")
+    assert (kv_flag(scheme), skip_flag(scheme)) == ("auto", [])
     (found,) = device_findings(read_device("h100"), {}, scheme)
     assert (found.level, reason in found.rule) == ("refused", True)
     (found,) = device_findings(read_device("cpu"), {}, scheme)
@@ -44,5 +44,5 @@ def test_what_only_qspec_runs_is_refused_for_gpus(kv: dict[str, Any], reason: st
 def test_what_is_served_has_a_flag(kv: dict[str, Any], flag: str) -> None:
     """Catches a wrong flag, and layers in float that the server is not told of."""
     assert kv_flag(kv_scheme(KVSpec(**kv))) == flag
-    assert skip_flag(kv_scheme(KVSpec(**kv, skip_layers=(3, 0)))) == " --kv-cache-dtype-skip-layers 0 3"
-    assert skip_flag(kv_scheme(KVSpec(**kv, skip_layers="auto"))) == ""
+    assert skip_flag(kv_scheme(KVSpec(**kv, skip_layers=(3, 0)))) == ["--kv-cache-dtype-skip-layers", "0", "3"]
+    assert skip_flag(kv_scheme(KVSpec(**kv, skip_layers="auto"))) == []

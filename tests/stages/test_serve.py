@@ -1,0 +1,59 @@
+"""What vLLM is told about a pair."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qspec.cli import main
+from qspec.errors import IntegrityError, PairError
+from qspec.stages.package import package
+from qspec.stages.serve import serving
+from tests.stages.pairs import halves, recipe
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    return package(*halves(folder / "source"), recipe(), folder)
+
+
+def test_everything_is_said_aloud(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a draft that inherits the target's settings, and options of the caller's that are lost."""
+    job = serving(pair, more=["--tensor-parallel-size", "2"])
+    assert job.model == pair / "target"
+    told = dict(zip(job.arguments[::2], job.arguments[1::2], strict=True))
+    config = json.loads(told.pop("--speculative-config"))
+    assert told == {
+        "--served-model-name": "tiny",
+        "--kv-cache-dtype": "fp8",
+        "--max-model-len": "128",
+        "--dtype": "bfloat16",
+        "--tensor-parallel-size": "2",
+    }
+    assert config["model"] == f"{pair}/draft"
+    assert (config["method"], config["num_speculative_tokens"], config["kv_cache_dtype"]) == ("draft_model", 3, "fp8")
+    assert "--speculative-config" not in serving(pair, draft=False).arguments
+    assert main(["serve", str(pair), "--print", "--", "--tensor-parallel-size", "2"]) == 0
+    assert capsys.readouterr().out.strip() == job.command
+
+
+def test_what_vllm_cannot_serve_is_refused_before_it_starts(tmp_path: Path) -> None:
+    """Would catch a server that loads for minutes and then writes garbage."""
+    kv = {"format": "int8", "granularity": "token_head"}
+    refused = recipe(target={"model": "tiny", "quantization": {"scheme": "W8A8", "kv": kv}})
+    pair = package(*halves(tmp_path / "source"), refused, tmp_path)
+    with pytest.raises(PairError, match="garbage"):
+        serving(pair)
+
+
+def test_a_changed_command_in_the_manifest_is_not_run(pair: Path, tmp_path: Path) -> None:
+    """Would catch a pair from elsewhere that starts a server with arguments of its own."""
+    import shutil
+
+    copy = tmp_path / "pair"
+    shutil.copytree(pair, copy)
+    text = (copy / "pair.json").read_text(encoding="utf-8")
+    (copy / "pair.json").write_text(text.replace("--kv-cache-dtype fp8", "--trust-remote-code"), encoding="utf-8")
+    with pytest.raises(IntegrityError):
+        serving(copy)
