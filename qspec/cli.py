@@ -194,11 +194,25 @@ def generate(
 
 
 @app.command()
-def check(pair: PairFolder) -> None:
-    """Verify every file of a pair.
+def check(
+    pair: Annotated[str, typer.Argument(metavar="PAIR|TARGET", help="Folder of a pair; or a model, as in a recipe.")],
+    draft: Annotated[str | None, typer.Argument(metavar="[DRAFT]", help="A model to draft for that target.")] = None,
+    device: Annotated[str, typer.Option(help="For the predicted speedup of two models.")] = "cpu",
+) -> None:
+    """Verify every file of a pair; or tell whether two models can become one.
 
-    Checksums, nothing missing or added, scales finite, tokenizer and vocabularies fitting.
+    A pair: checksums, nothing missing or added, scales finite, tokenizer and vocabularies fitting. Two models:
+    tokenizers, padding, sizes, context lengths, and the speedup that they allow; no weights are read.
     """
+    if draft is not None:
+        from qspec.stages.compatibility import compatibility
+        from qspec.stages.preflight import raise_refused
+
+        found = compatibility(pair, draft, device)
+        for remark in found:
+            print(f"{remark.level}: {remark}")
+        raise_refused(found)
+        return
     for finding in qspec.check(pair):
         print(finding)
     print(f"{pair}: intact")

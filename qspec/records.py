@@ -198,6 +198,9 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """sha256 over ids, merges, special and added tokens and the chat template."""
 
+    def parts(self) -> dict[str, Any]:
+        """What `fingerprint` covers, by name and comparable: vocabulary, merges, chat template, …"""
+
     def vocabulary(self) -> dict[str, int]:
         """Id of every token, added ones included."""
 

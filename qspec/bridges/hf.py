@@ -205,11 +205,23 @@ class HFTokenizer:
         return [int(i) for i in ids]
 
     def fingerprint(self) -> str:
-        state = json.loads(self.inner.backend_tokenizer.to_str())
-        pipeline = {key: value for key, value in state.items() if key not in ("padding", "truncation")}
-        special = {name: str(token) for name, token in self.inner.special_tokens_map.items()}
-        parts = {"pipeline": pipeline, "special": special, "template": self.inner.chat_template or ""}
+        special, template = self._special(), self.inner.chat_template or ""
+        parts = {"pipeline": self._pipeline(), "special": special, "template": template}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def parts(self) -> dict[str, Any]:
+        pipeline = self._pipeline()
+        model, added = dict(pipeline.pop("model")), pipeline.pop("added_tokens", [])
+        vocabulary, merges = model.pop("vocab", {}), model.pop("merges", [])
+        tables = {"vocabulary": vocabulary, "merges": merges, "added tokens": added, "special tokens": self._special()}
+        return tables | {"splitting": [pipeline, model], "chat template": self.inner.chat_template or ""}
+
+    def _pipeline(self) -> dict[str, Any]:
+        state = json.loads(self.inner.backend_tokenizer.to_str())
+        return {key: value for key, value in state.items() if key not in ("padding", "truncation")}
+
+    def _special(self) -> dict[str, str]:
+        return {name: str(token) for name, token in self.inner.special_tokens_map.items()}
 
     def vocabulary(self) -> dict[str, int]:
         """Id of every token, added ones included: what a target and its draft must agree on."""

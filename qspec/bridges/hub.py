@@ -10,10 +10,8 @@ from qspec.bridges.remote import FolderStore, Item
 from qspec.errors import OutputError, SourceError
 
 SMALL_FILES = ("config.json", "generation_config.json")
-MODEL_FILES = (
+TOKENIZER_FILES = (
     *SMALL_FILES,
-    "model*.safetensors",
-    "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -24,11 +22,17 @@ MODEL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+MODEL_FILES = (*TOKENIZER_FILES, "model*.safetensors", "model.safetensors.index.json")
 
 
 def fetch_config(model: str, revision: str | None) -> tuple[Path, str]:
     """Folder with the model's `config.json` (a few kB; from the cache if it is there), and the commit it is from."""
     return _fetch(model, revision, SMALL_FILES)
+
+
+def fetch_tokenizer(model: str, revision: str | None) -> Path:
+    """Folder with the model's tokenizer, without its weights."""
+    return _fetch(model, revision, TOKENIZER_FILES)[0]
 
 
 def fetch_model(model: str, revision: str | None) -> tuple[Path, str]:

@@ -11,9 +11,10 @@ from qspec.numerics.clipping import Clip
 from qspec.numerics.formats import FORMATS
 from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule
 from qspec.records import FusionPlan, QuantizedModel
+from qspec.schema.problems import validate
+from qspec.schema.sidecar import VERSION, Sidecar
 
 NAME = "qspec.json"
-VERSION = 1
 
 
 def encode(model: QuantizedModel) -> str:
@@ -46,6 +47,7 @@ def parse(text: str | None) -> dict[str, Any]:
         raise IntegrityError(NAME, f"is not JSON ({error})", "write the pair again") from error
     if not isinstance(body, dict) or body.get("format_version") != VERSION:
         raise IntegrityError(NAME, f"is not of format_version {VERSION}", "write the pair again with this qspec")
+    validate(Sidecar, body, NAME, IntegrityError)
     return body
 
 

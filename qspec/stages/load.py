@@ -8,13 +8,13 @@ from pathlib import Path
 import re
 from typing import Any, Literal
 
-from qspec.bridges.gguf import config_from_gguf, load_gguf
+from qspec.bridges.gguf import config_from_gguf, load_gguf, tokenizer_from_gguf
 from qspec.bridges.gguf_file import GGUFFile
-from qspec.bridges.hf import arch_from_config, load_folder, read_config
-from qspec.bridges.hub import fetch_config, fetch_model
+from qspec.bridges.hf import arch_from_config, load_folder, load_tokenizer, read_config
+from qspec.bridges.hub import fetch_config, fetch_model, fetch_tokenizer
 from qspec.errors import SourceError
 from qspec.eval_files import eval_dir
-from qspec.records import ArchMap, LoadedModel
+from qspec.records import ArchMap, LoadedModel, Tokenizer
 from qspec.schema.recipe import ModelSpec
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -88,6 +88,14 @@ def resolve_config(spec: ModelSpec) -> dict[str, Any]:
     if where.kind == "gguf":
         return config_from_gguf(GGUFFile(where.path))
     return read_config(where.path)
+
+
+def resolve_tokenizer(spec: ModelSpec) -> Tokenizer:
+    """The model's tokenizer without its weights."""
+    where = locate(spec)
+    if where.path is None:
+        return load_tokenizer(fetch_tokenizer(spec.model, spec.revision))
+    return tokenizer_from_gguf(GGUFFile(where.path)) if where.kind == "gguf" else load_tokenizer(where.path)
 
 
 def shape_file(model: str) -> Path:

@@ -22,7 +22,7 @@ def remarks(pair: PlannedPair) -> Iterator[Finding]:
     yield from device_findings(pair.sheet, pair.target.possible, pair.target.plan.kv, pair.dtype, pair.target.arch)
     if pair.draft is not None:
         yield from device_findings(pair.sheet, pair.draft.possible, pair.draft.plan.kv, pair.dtype, pair.draft.arch)
-        yield from _draft_findings(pair, pair.draft)
+        yield from draft_findings(pair, pair.draft)
     yield from rotation_findings(pair.sheet, pair.recipe)
     yield from outlier_findings(pair.sheet, pair.recipe)
     yield from format_findings(pair.sheet, pair.recipe)
@@ -34,10 +34,11 @@ def remarks(pair: PlannedPair) -> Iterator[Finding]:
     yield from idle_findings(pair)
     yield from _memory_findings(pair)
     yield from _budget_findings(pair)
-    yield from _speed_findings(pair)
+    yield from speed_findings(pair)
 
 
-def _draft_findings(pair: PlannedPair, draft: PlannedHalf) -> Iterator[Finding]:
+def draft_findings(pair: PlannedPair, draft: PlannedHalf) -> Iterator[Finding]:
+    """The draft beside its target: size, padding, positions, head."""
     target = pair.target
     if isinstance(pair.recipe.draft, ModelDraft):
         ratio = target.bytes.parameters / draft.bytes.parameters
@@ -107,7 +108,8 @@ def _budget_findings(pair: PlannedPair) -> Iterator[Finding]:
         yield Finding("note", value, rule, "bound the batch of prompts by that")
 
 
-def _speed_findings(pair: PlannedPair) -> Iterator[Finding]:
+def speed_findings(pair: PlannedPair) -> Iterator[Finding]:
+    """A draft that is not expected to pay."""
     duo = pair.duo
     best = gain(duo, *pair.gammas, ALPHAS[-1])
     if best.best_speedup < 1.05:

@@ -1,0 +1,65 @@
+"""Do a target and a draft belong together? From configurations and tokenizers alone, before anything is quantized."""
+
+from collections.abc import Iterator
+
+from qspec.errors import PairError
+from qspec.records import Tokenizer
+from qspec.schema.problems import validate
+from qspec.schema.recipe import ModelSpec, Recipe
+from qspec.stages.check import check_tokenizers
+from qspec.stages.forecast import ALPHAS, gain
+from qspec.stages.load import resolve_config, resolve_tokenizer
+from qspec.stages.planned import PlannedPair, resolve
+from qspec.stages.preflight import Finding
+from qspec.stages.remarks import draft_findings, speed_findings
+
+
+def compatibility(target: str, draft: str, device: str = "cpu") -> list[Finding]:
+    """What `run` would refuse of the two as a pair, what costs acceptance or speed, and what is worth knowing.
+
+    target, draft: as a recipe names models. Raises `SourceError` for one that cannot be read.
+    """
+    full = {"scheme": "none"}
+    fields = {"name": "check", "device": device, "target": {"model": target, "quantization": full}}
+    fields["draft"] = {"kind": "model", "model": draft, "quantization": full}
+    recipe = validate(Recipe, fields, "check")
+    pair = resolve(recipe)
+    assert pair.draft is not None
+    specs = [ModelSpec(model=name) for name in (target, draft)]
+    ours, theirs = (resolve_tokenizer(spec) for spec in specs)
+    found = [*_tokenizer_findings(ours, theirs), *draft_findings(pair, pair.draft)]
+    types = [str(resolve_config(spec).get("dtype") or "") for spec in specs]
+    if types[0] != types[1] and all(types):
+        rule = "are stored in different types; each half keeps its own where it is not quantized"
+        found.append(Finding("note", f"{types[0]} and {types[1]}", rule, "set dtype in the recipe for one of both"))
+    return [*found, *speed_findings(pair), _prediction(pair)]
+
+
+def _tokenizer_findings(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Finding]:
+    """Ids decide whether they are a pair; whatever else differs costs acceptance, since the target's is used."""
+    try:
+        check_tokenizers(ours, theirs)
+    except PairError as error:
+        yield Finding("refused", error.value, error.rule, error.fix)
+    mine, its = ours.parts(), theirs.parts()
+    for name in ("merges", "added tokens", "special tokens", "splitting"):
+        if mine[name] != its[name]:
+            rule = "differ: the draft reads text that is split in other ways than what it has learned from"
+            yield Finding("warning", f"{name} of the tokenizers", rule, "expect fewer accepted tokens; measure them")
+    templates = mine["chat template"], its["chat template"]
+    if bool(templates[0]) != bool(templates[1]):
+        which = "target" if templates[0] else "draft"
+        rule = f"only the {which} has one: a base and an instruct model agree on fewer tokens"
+        yield Finding("warning", "chat template", rule, "use two base or two instruct models")
+    elif templates[0] != templates[1]:
+        rule = "differs; requests are written by the target's"
+        yield Finding("warning", "chat template", rule, "use a draft that was tuned on the same one")
+
+
+def _prediction(pair: PlannedPair) -> Finding:
+    """What the size ratio allows, unquantized."""
+    best = [gain(pair.duo, *pair.gammas, alpha) for alpha in ALPHAS]
+    told = ", ".join(f"{g.best_speedup:.2f}x at {g.alpha:g} (draft {g.best_gamma})" for g in best)
+    c = pair.duo.cost_ratio()
+    rule = f"predict {told} by assumed acceptance, on {pair.sheet.name}, neither of them quantized"
+    return Finding("note", f"c = {c:.3f}, {1 / c:.1f} times less to read", rule, "measure it: qspec run")
