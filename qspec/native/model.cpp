@@ -259,12 +259,13 @@ class Model {
   Pool& pool() const { return pool_; }
   Sequence* sequence() const { return new Sequence(s_, run_, layers_); }
 
-  // Append tokens to sequences; logits [last, vocab] or the best tokens [last] of the last rows of all.
-  void forward(const Part* parts, int count, int last, float* logits, int64_t* best) {
+  // Append tokens to sequences; logits [last, vocab] or the best tokens [last] of the last rows of all, and the normed
+  // states [last, hidden] behind them.
+  void forward(const Part* parts, int count, int last, float* logits, int64_t* best, float* states) {
     std::lock_guard<std::mutex> one(calls_);
     list_rows(parts, count);
     make_room();
-    pool_.run([&](int thread) { pass(thread, last, logits, best); });
+    pool_.run([&](int thread) { pass(thread, last, logits, best, states); });
     for (const Part* part = parts; part < parts + count; ++part)
       if (!part->parents) part->sequence->length += part->count;
   }
@@ -323,7 +324,7 @@ class Model {
     m.outlier_values = arena_.copy(m.outlier_values, outliers);
   }
 
-  void pass(int thread, int last, float* logits, int64_t* best) {
+  void pass(int thread, int last, float* logits, int64_t* best, float* states) {
     const int rows = static_cast<int>(rows_.size());
     for (int t; (t = pool_.claim()) < rows;)
       run_.embed(embedding_.codes ? embedding_ : head_, !embedding_.codes, rows_[t].token, s_.embed_scale,
@@ -331,6 +332,9 @@ class Model {
     pool_.barrier();
     for (int i = 0; i < s_.layers; ++i)
       for (int begin = 0; begin < rows; begin += BLOCK) run_layer(thread, i, block(begin, rows));
+    for (int t = thread; t < last; t += pool_.size())
+      run_.norm(hidden_.get() + (rows - last + t) * hidden_stride_, norm_, s_.norm_eps, s_.hidden,
+                states + int64_t(t) * s_.hidden);
     for (int begin = rows - last; begin < rows; begin += BLOCK) {
       const int64_t done = begin - (rows - last);
       decide(thread, block(begin, rows), logits ? logits + done * s_.vocab : nullptr, best ? best + done : nullptr);
@@ -692,12 +696,13 @@ QSPEC_API void qspec_truncate(Sequence* s, int length) { s->length = length; }
 QSPEC_API void qspec_keep(Sequence* s, const int32_t* path, int count) { s->keep(path, count); }
 
 // 0: done; 1: this process was forked from the one whose threads the pool holds; 2: out of memory; 3: no such token.
-QSPEC_API int qspec_forward(Model* m, const qspec::Part* parts, int count, int last, float* logits, int64_t* best) {
+QSPEC_API int qspec_forward(Model* m, const qspec::Part* parts, int count, int last, float* logits, int64_t* best,
+                            float* states) {
   if (!m->pool().usable()) return 1;
   for (int i = 0; i < count; ++i)
     for (int t = 0; t < parts[i].count; ++t)
       if (parts[i].tokens[t] < 0 || parts[i].tokens[t] >= m->shape().vocab) return 3;
-  return qspec::guarded([&] { m->forward(parts, count, last, logits, best); }) ? 0 : 2;
+  return qspec::guarded([&] { m->forward(parts, count, last, logits, best, states); }) ? 0 : 2;
 }
 
 // One matmul [rows, n] of float inputs, rounded as the matrix says: for comparison with other implementations.

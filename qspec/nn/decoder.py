@@ -22,6 +22,7 @@ from qspec.nn.attention import EXACT_ROWS, Rows, rope_tables, rotate, scores
 from qspec.nn.experts import Experts, Mlp
 from qspec.nn.kv_cache import FloatKVCache, KVCache, QuantizedKVCache
 from qspec.nn.linear import merged_linear
+from qspec.nn.states import States
 from qspec.numerics.rotation import hadamard_transform
 from qspec.numerics.trees import Parents
 from qspec.ops.select import Kernels, Linear
@@ -56,7 +57,7 @@ Layers = Callable[[Callable[[str], Layer]], Iterable[Layer]]
 
 
 class Decoder:
-    """A causal LM with its own KV cache; implements `nn.lm.BatchLM`."""
+    """A causal LM with its own KV cache; implements `nn.lm.BatchLM` and `nn.lm.HiddenLM`."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class Decoder:
         self.arch, self._dtype, self._new_cache = arch, dtype, new_cache
         self._cache, self._length = new_cache(), 0
         self._tree: Parents = ()  # nodes that wait behind `length`
+        self._states = States()
         self.observer: Observer | None = None
         weights = _Weights(arch, tensors, linears, dtype, kernels)
         self._embed_VK = tensors[EMBEDDING].to(dtype) if EMBEDDING in tensors else None
@@ -137,17 +139,23 @@ class Decoder:
     def truncate(self, length: int) -> None:
         assert 0 <= length <= self._length, f"truncate to {length} of {self._length}"
         self._cache.truncate(length)
+        self._states.truncate(length)
         self._length, self._tree = length, ()
+
+    def hidden(self, count: int = 1) -> Tensor:
+        return self._states.newest(count)
 
     def fork(self) -> "Decoder":
         """Another, empty sequence on the same weights."""
         other = copy(self)
         other._cache, other._length, other._tree = self._new_cache(), 0, ()
+        other._states = States()
         return other
 
     @torch.inference_mode()
     def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
         x_TK = self.run_layers(self.embed(tokens_T))
+        self._note(x_TK if last is None else x_TK[-last:], None)
         return self.run_head(x_TK, last)
 
     def forward_tree(self, tokens_T: Tensor, parents_K: Parents) -> Tensor:
@@ -158,6 +166,7 @@ class Decoder:
         edges = zip((-1, *path), path, strict=False)
         assert all(self._tree[node] == parent for parent, node in edges), f"{path} is no path from the root"
         self._cache.keep(self._length, path)
+        self._states.keep(path)
         self._length, self._tree = self._length + len(path), ()
 
     @classmethod
@@ -171,8 +180,9 @@ class Decoder:
         plans = [sequence._rows(count, parents_K) for sequence, count, parents_K in asked]
         hidden_TK = torch.cat(first._run_together(plans, first.embed(torch.cat(list(tokens))).split(counts)))
         logits_TV = torch.cat([first.run_head(x_TK) for x_TK in hidden_TK.split(EXACT_ROWS - 1)])
-        for sequence, count, parents_K in asked:
+        for (sequence, count, parents_K), x_TK in zip(asked, hidden_TK.split(counts), strict=True):
             sequence._advance(count, parents_K)
+            sequence._note(x_TK, parents_K)
         return list(logits_TV.split(counts))
 
     @torch.inference_mode()
@@ -222,6 +232,15 @@ class Decoder:
             self._length, self._tree = self._length + count, ()
         else:
             self._tree = tuple(parents_K)
+
+    def _note(self, x_TK: Tensor, parents_K: Parents | None) -> None:
+        """Keep the states behind the rows of this pass, normed as the head reads them."""
+        assert self._norm is not None
+        rows_TK = self._normed(x_TK, self._norm).float()
+        if parents_K is None:
+            self._states.append(rows_TK, self._length)
+        else:
+            self._states.offer(rows_TK, len(parents_K))
 
     def _run_together(self, plans: Sequence[list[Rows]], x: Sequence[Tensor]) -> list[Tensor]:
         """Hidden states of every sequence; each turn is one pass over the next part of all that have one."""

@@ -51,6 +51,18 @@ class TreeLM(LM, Protocol):
 
 
 @runtime_checkable
+class HiddenLM(LM, Protocol):
+    """One that tells the hidden states behind its logits, which a speculator head reads."""
+
+    def hidden(self, count: int = 1) -> Tensor:
+        """Float32 states `[count, hidden]` behind the newest `count` positions, after the final norm.
+
+        The latest pass must have computed them: its rows (of `forward`: those whose logits it returned), or of a tree
+        those that `keep` kept.
+        """
+
+
+@runtime_checkable
 class BatchLM(TreeLM, Protocol):
     """One whose weights serve several sequences in one pass."""
 
@@ -62,3 +74,7 @@ class BatchLM(TreeLM, Protocol):
         cls, sequences: Sequence[Self], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
     ) -> list[Tensor]:
         """`forward` of each sequence, or `forward_tree` where parents are given, as each would give it alone."""
+
+
+class StatefulLM(BatchLM, HiddenLM, Protocol):
+    """One of both kinds: what a speculator head learns from."""

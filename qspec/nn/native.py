@@ -19,6 +19,7 @@ from torch import Tensor
 from qspec.nn.attention import rope_tables
 from qspec.nn.lm import FORKED
 from qspec.nn.native_weights import Packed, linear_obstacle, member_form, pack_linears, pack_rows
+from qspec.nn.states import States
 from qspec.numerics.formats import FP8_E4M3, INT8
 from qspec.numerics.trees import Parents
 from qspec.ops import native_library
@@ -33,12 +34,13 @@ _MOST_HEAD = 256
 
 
 class NativeDecoder:
-    """A causal LM with its own KV cache; implements `nn.lm.BatchLM`. Computes in float32 on the CPU."""
+    """A causal LM with its own KV cache; implements `nn.lm.BatchLM` and `HiddenLM`. Computes in float32 on the CPU."""
 
     _core: "_Core"
     _lib: ctypes.CDLL
     _sequence: c_void_p
     _tree: Parents  # nodes that wait behind `length`
+    _states: States
 
     def __init__(
         self, model: LoadedModel | QuantizedModel, max_length: int | None = None, isa: str | None = None
@@ -96,7 +98,11 @@ class NativeDecoder:
     def truncate(self, length: int) -> None:
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length}"
         self._lib.qspec_truncate(self._sequence, length)
+        self._states.truncate(length)
         self._tree = ()
+
+    def hidden(self, count: int = 1) -> Tensor:
+        return self._states.newest(count)
 
     def fork(self) -> "NativeDecoder":
         """Another, empty sequence on the same weights."""
@@ -124,6 +130,7 @@ class NativeDecoder:
         edges = zip((-1, *path), path, strict=False)
         assert all(self._tree[node] == parent for parent, node in edges), f"{path} is no path from the root"
         self._lib.qspec_keep(self._sequence, (c_int32 * len(path))(*path), len(path))
+        self._states.keep(path)
         self._tree = ()
 
     @classmethod
@@ -138,7 +145,7 @@ class NativeDecoder:
     def _start(self) -> None:
         """Hold an empty sequence."""
         self._lib = self._core.lib
-        self._tree = ()
+        self._tree, self._states = (), States()
         self._sequence = c_void_p(self._lib.qspec_sequence(self._core.handle))
         if not self._sequence:
             raise MemoryError("the KV cache does not fit: choose a smaller max_length")
@@ -159,9 +166,15 @@ class NativeDecoder:
         parts = [sequence._part(tokens_T, up) for (sequence, _, up), tokens_T in zip(asked, flat, strict=True)]
         out = logits_TV if best_T is None else best_T
         assert out is not None
-        core.forward(parts, len(out), logits_TV, best_T)
-        for sequence, _, parents_K in asked:
+        hidden_TK = torch.empty(len(out), sequences[0].arch.hidden_size)
+        core.forward(parts, len(out), logits_TV, best_T, hidden_TK)
+        counts = [len(tokens_T) for tokens_T in flat] if len(asked) > 1 else [len(out)]
+        for (sequence, _, parents_K), rows_TK in zip(asked, hidden_TK.split(counts), strict=True):
             sequence._tree = tuple(parents_K or ())
+            if parents_K is None:
+                sequence._states.append(rows_TK, sequence.length)
+            else:
+                sequence._states.offer(rows_TK, len(parents_K))
 
     def _part(self, tokens_T: Tensor, parents_K: Parents | None) -> "_Part":
         count, size = len(tokens_T), len(tokens_T) if parents_K is None else len(parents_K)
@@ -189,9 +202,11 @@ class _Core:
         weakref.finalize(self, self.lib.qspec_model_free, self.handle)
         self._load(model)
 
-    def forward(self, parts: list["_Part"], last: int, logits_TV: Tensor | None, best_T: Tensor | None) -> None:
-        logits, best = (None if out is None else out.data_ptr() for out in (logits_TV, best_T))
-        status = self.lib.qspec_forward(self.handle, (_Part * len(parts))(*parts), len(parts), last, logits, best)
+    def forward(
+        self, parts: list["_Part"], last: int, logits_TV: Tensor | None, best_T: Tensor | None, hidden_TK: Tensor
+    ) -> None:
+        given, outputs = (_Part * len(parts))(*parts), map(_pointer, (logits_TV, best_T, hidden_TK))
+        status = self.lib.qspec_forward(self.handle, given, len(parts), last, *outputs)
         if status == _FORKED:
             raise RuntimeError(FORKED)
         if status == _NO_MEMORY:
@@ -480,7 +495,7 @@ def _library() -> ctypes.CDLL:
         "qspec_keep": (None, [c_void_p, POINTER(c_int32), c_int]),
         "qspec_length": (c_int, [c_void_p]),
         "qspec_truncate": (None, [c_void_p, c_int]),
-        "qspec_forward": (c_int, [c_void_p, POINTER(_Part), c_int, c_int, c_void_p, c_void_p]),
+        "qspec_forward": (c_int, [c_void_p, POINTER(_Part), c_int, c_int, c_void_p, c_void_p, c_void_p]),
         "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(_Matrix), c_void_p, c_int, c_void_p]),
         "qspec_read": (c_float, [c_void_p, c_void_p, c_int64]),
     }
@@ -496,6 +511,22 @@ def instruction_sets() -> list[str]:
     while (name := lib.qspec_isa(len(names))) is not None:
         names.append(name.decode())
     return names
+
+
+class NativeLinear:
+    """A quantized layer without bias on one thread, for what is too small to share out."""
+
+    def __init__(self, linear: QLinear) -> None:
+        """Raises `NoLibrary` where there is no library."""
+        self._packed = pack_linears([linear], [None])
+        self._lib, self._pool, self._matrix = _library(), _pool(1), _matrix(self._packed)
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        x_TK, y_TN = x_TK.contiguous(), torch.empty(len(x_TK), self._packed.n)
+        x, y, rows = x_TK.data_ptr(), y_TN.data_ptr(), len(x_TK)
+        if not self._lib.qspec_linear(self._pool.handle, None, byref(self._matrix), x, rows, y):
+            raise MemoryError("no memory for a matmul")
+        return y_TN
 
 
 def native_linear(packed: Packed, x_TK: Tensor, isa: str | None = None) -> Tensor:
