@@ -19,6 +19,7 @@ from qspec.spec.types import (
     NOTHING,
     Drafter,
     DraftLength,
+    Follower,
     Generation,
     Proposal,
     Sampling,
@@ -52,6 +53,8 @@ class Request:
         self.policy.reset(domain, len(self.prompt), self.end - len(self.prompt))
         if self.drafter is not None:
             self.drafter.reset()
+        if isinstance(self.drafter, Follower):
+            self.drafter.follow(self.target)
         self.target.truncate(0)
         logits_1V = self.target.forward(torch.tensor(self.context), last=1)
         self.context.append(self.verify(NOTHING, logits_1V).next_token)

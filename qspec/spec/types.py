@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 import math
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from qspec.errors import RecipeError
+from qspec.nn.lm import LM
 from qspec.numerics.probs import target_law
 from qspec.numerics.trees import Tree
 
@@ -121,6 +122,14 @@ class Drafter(Protocol):
 
     def reset(self) -> None:
         """Forget the sequence (a new request starts)."""
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A drafter that reads its target, besides the tokens."""
+
+    def follow(self, target: LM) -> None:
+        """Read this sequence of the target from now on: called before the first proposal of every request."""
 
 
 class DraftLength(Protocol):

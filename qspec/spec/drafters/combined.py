@@ -5,8 +5,9 @@ from time import perf_counter
 
 import torch
 
+from qspec.nn.lm import LM
 from qspec.spec.drafters.suffix import SuffixDrafter
-from qspec.spec.types import NOTHING, Drafter, More, Proposal, Sampling
+from qspec.spec.types import NOTHING, Drafter, Follower, More, Proposal, Sampling
 
 DECAY = 0.9
 """Weight that a source's record keeps when a step of its own comes: about the last 10 count."""
@@ -74,6 +75,11 @@ class CombinedDrafter:
     @property
     def model(self) -> Drafter:
         return self._model
+
+    def follow(self, target: LM) -> None:
+        """Show the target to the model, if that reads it."""
+        if isinstance(self._model, Follower):
+            self._model.follow(target)
 
     def propose(
         self,
