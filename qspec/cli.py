@@ -198,6 +198,9 @@ def check(
     pair: Annotated[str, typer.Argument(metavar="PAIR|TARGET", help="Folder of a pair; or a model, as in a recipe.")],
     draft: Annotated[str | None, typer.Argument(metavar="[DRAFT]", help="A model to draft for that target.")] = None,
     device: Annotated[str, typer.Option(help="For the predicted speedup of two models.")] = "cpu",
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Also show anew, on prompts, that drafts leave the output as it is.")
+    ] = False,
 ) -> None:
     """Verify every file of a pair; or tell whether two models can become one.
 
@@ -215,6 +218,10 @@ def check(
         return
     for finding in qspec.check(pair):
         print(finding)
+    if prove:
+        from qspec.stages.prove_pair import prove_pair
+
+        print(*prove_pair(Path(pair)), sep="\n")
     print(f"{pair}: intact")
 
 

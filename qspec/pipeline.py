@@ -281,7 +281,7 @@ def _bench(arms: Arms, progress: Progress) -> Speed:
     if not isinstance(recipe.draft, NgramDraft):
         policy = draft_policy(recipe.speculation.draft_length)
         runs["quantized + prompt lookup"] = replace(runs["quantized"], drafter=NgramDrafter(), policy=policy, c_hat=0.0)
-    return bench(runs, arms.originals.target.tokenizer, recipe, progress, eos_ids=arch.eos_ids)
+    return bench(runs, arms.originals.target.tokenizer, recipe, progress, eos_ids=arch.eos_ids, prove="quantized")
 
 
 def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed | None) -> Results:

@@ -24,7 +24,7 @@ from qspec.spec.draft_length import Fixed
 from qspec.spec.engine import generate
 from qspec.spec.types import Generation, Sampling
 from qspec.stages.bench import load_requests
-from qspec.stages.bench_stats import Request
+from qspec.stages.bench_arm import Request
 from qspec.stages.open_pair import LoadedPair, open_pair
 from qspec.stages.serve import serving
 

@@ -283,6 +283,19 @@ class PromptFacts(Record):
     tokens: int
 
 
+class Marginals(Record):
+    """Sampled texts with drafts and without, `samples` of each prompt's first `positions` tokens in each arm.
+
+    `p_value`: chance of a difference at least this large if both follow one law (`numerics.two_sample`).
+    """
+
+    prompts: int
+    samples: int
+    positions: int
+    temperature: float
+    p_value: float
+
+
 class Speed(Record):
     """What `bench` returns."""
 
@@ -292,6 +305,7 @@ class Speed(Record):
     acceptance: tuple[Acceptance, ...] = ()
     predictions: tuple[Prediction, ...] = ()
     equality: tuple[Equality, ...] = ()
+    marginals: Marginals | None = None
     batches: tuple[BatchSpeed, ...] = ()
     bandwidth: Measurement
     condition: dict[str, Scalar] = {}

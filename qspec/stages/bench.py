@@ -23,6 +23,7 @@ from qspec.stages.bench_arm import Arm, Request, Run
 from qspec.stages.bench_batch import measure_batches
 from qspec.stages.bench_stats import ArmFacts
 from qspec.stages.drafting import draft_lm
+from qspec.stages.prove import marginals
 
 WARM_UP_TOKENS = 4
 BANDWIDTH_BYTES = 256 << 20
@@ -34,12 +35,19 @@ NEAR_TIE = 0.02
 
 
 def bench(
-    arms: Mapping[str, Arm], tokenizer: Tokenizer, recipe: Recipe, progress: Progress, *, eos_ids: Collection[int]
+    arms: Mapping[str, Arm],
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    progress: Progress,
+    *,
+    eos_ids: Collection[int],
+    prove: str | None = None,
 ) -> Speed:
     """Time every arm on the recipe's prompts at its temperatures. The first plain arm is the baseline of all.
 
     A speculative arm is also compared with the plain arm that holds the same target object: for speed, and at
     temperature 0 token for token.
+    prove: the plain arm whose sampled texts are compared with those of the first arm that drafts for it.
     """
     spec = recipe.benchmark
     room = min(arm.target.max_length for arm in arms.values()) - spec.max_new_tokens
@@ -62,7 +70,11 @@ def bench(
     betas = _teacher_forced(arms, facts, requests, runs, recipe)
     speed = bench_stats.summarize(facts, requests, runs, mismatches, bandwidth(), condition, betas)
     batches = measure_batches(arms, facts, requests, recipe, eos_ids, progress)
-    return speed.model_copy(update={"batches": batches})
+    law = None
+    if prove is not None:
+        drafting = next(name for name in arms if facts[name].speculative and facts[name].plain == prove)
+        law = marginals(arms[prove], arms[drafting], requests, eos_ids, recipe.seed, progress)
+    return speed.model_copy(update={"batches": batches, "marginals": law})
 
 
 def load_requests(spec: BenchmarkSpec, tokenizer: Tokenizer, room: int) -> tuple[list[Request], bool]:

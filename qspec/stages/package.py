@@ -28,6 +28,7 @@ from qspec.stages.check import (
 )
 from qspec.stages.exports import exports, vllm_command, vllm_speculative_config
 from qspec.stages.footprint import footprint
+from qspec.stages.prove import SWITCHES
 
 TARGET, DRAFT, REPORT = "target", "draft", "report"
 _GUESSED = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM takes a draft below such a path for that method
@@ -70,12 +71,17 @@ def seal(pair: Path, results: Mapping[str, Any], report: Path) -> None:
     sealed = manifest.model_copy(
         update={
             "measurements": tuple(_measurements({k: v for k, v in results.items() if k != "recipe"})),
-            "lossless": {"equality": speed["equality"]} if speed.get("equality") else None,
+            "lossless": _proof(speed) if speed.get("equality") else None,
             "files": tuple(sorted([*kept, *_files(pair, REPORT)], key=lambda entry: entry.path)),
         }
     )
     atomic_write(pair / NAME, Manifest.model_validate(sealed.model_dump()).dump())
     check(pair)
+
+
+def _proof(speed: Mapping[str, Any]) -> dict[str, Any]:
+    """What was found of the pair's losslessness, and the switches that would end it."""
+    return {"equality": speed["equality"], "marginals": speed.get("marginals"), "lossy_switches": SWITCHES}
 
 
 def stored_dtype(recipe: Recipe, model: LoadedModel | QuantizedModel) -> torch.dtype:

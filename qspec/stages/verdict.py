@@ -5,6 +5,7 @@ import math
 from qspec.numerics.paired import shown_sign
 from qspec.schema.results import Equality, Measurement, Ratio, Results, Speed, TaskResult
 from qspec.stages.document import Finding, Tone, interval, number, percent
+from qspec.stages.prove import CERTAIN
 
 MANY_CUT = 0.2
 """Share of truncated answers from which a score is called weak evidence."""
@@ -14,7 +15,7 @@ def findings(results: Results) -> list[Finding]:
     """The verdict, most important first: losslessness, accuracy, speed, whether to speculate, budgets."""
     found: list[Finding] = []
     if results.speed is not None:
-        found += [_lossless(equality) for equality in results.speed.equality]
+        found += losslessness(results.speed)
     found += [_task(task) for task in results.accuracy.tasks]
     if results.speed is not None:
         found += [_faster(ratio) for ratio in results.speed.ratios]
@@ -24,8 +25,22 @@ def findings(results: Results) -> list[Finding]:
 
 def blockers(results: Results) -> list[str]:
     """What speaks against giving a pair to others: drafts that change the output, and budgets that were missed."""
-    told = [_lossless(equality) for equality in (results.speed.equality if results.speed else ())]
+    told = losslessness(results.speed) if results.speed else []
     return [finding.text for finding in [*told, *_budgets(results)] if finding.tone == "bad"]
+
+
+def losslessness(speed: Speed) -> list[Finding]:
+    """Greedy answers token for token, then the law of sampled ones."""
+    found = [_lossless(equality) for equality in speed.equality]
+    law = speed.marginals
+    if law is None:
+        return found
+    n = f"{law.samples} texts of {law.positions} tokens behind each of {law.prompts} prompts, with drafts and without"
+    if law.p_value < CERTAIN:
+        text = f"sampled texts with drafts follow another law than without: p = {law.p_value:.3g} ({n})"
+        return [*found, Finding("bad", text)]
+    text = f"sampled texts: no difference detected between drafts and none, permutation p = {law.p_value:.2g} ({n})"
+    return [*found, Finding("good", text)]
 
 
 def _lossless(equality: Equality) -> Finding:
