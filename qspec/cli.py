@@ -197,7 +197,9 @@ def generate(
 def check(
     pair: Annotated[str, typer.Argument(metavar="PAIR|TARGET", help="Folder of a pair; or a model, as in a recipe.")],
     draft: Annotated[str | None, typer.Argument(metavar="[DRAFT]", help="A model to draft for that target.")] = None,
-    device: Annotated[str, typer.Option(help="For the predicted speedup of two models.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="What that device would refuse, lack room for, or do slowly: rtx4090, h100, …")
+    ] = None,
     prove: Annotated[
         bool, typer.Option("--prove", help="Also show anew, on prompts, that drafts leave the output as it is.")
     ] = False,
@@ -211,13 +213,19 @@ def check(
         from qspec.stages.compatibility import compatibility
         from qspec.stages.preflight import raise_refused
 
-        found = compatibility(pair, draft, device)
-        for remark in found:
-            print(f"{remark.level}: {remark}")
+        found = compatibility(pair, draft, device or "cpu")
+        print(*(f"{remark.level}: {remark}" for remark in found), sep="\n")
         raise_refused(found)
         return
     for finding in qspec.check(pair):
         print(finding)
+    if device is not None:
+        from qspec.stages.compatibility import on_device
+        from qspec.stages.preflight import raise_refused
+
+        found = on_device(Path(pair), device)
+        print(*(f"{remark.level}: {remark}" for remark in found), sep="\n")
+        raise_refused(found)
     if prove:
         from qspec.stages.prove_pair import prove_pair
 
@@ -344,6 +352,8 @@ def serve(
     from qspec.stages.serve import serving
 
     job = serving(pair, draft=not no_draft, more=context.args)
+    for warning in job.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if only_print:
         print(job.command)
         return

@@ -14,6 +14,7 @@ from qspec.records import ArchMap, QuantizedModel, Tokenizer, layer_number
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
 from qspec.schema.problems import validate
 from qspec.schema.recipe import LookupDraft, Recipe
+from qspec.stages.stale import measured, stale
 
 _FETCH = "package the pair again, or fetch an intact copy"
 
@@ -42,6 +43,8 @@ def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
     length, most = recipe.speculation.max_length or 0, halves["target"].arch.max_positions
     if length > most:
         raise IntegrityError(f"{NAME}: recipe: max_length {length}", f"the target knows {most} positions", _FETCH)
+    results = measured(pair)
+    findings += [f"stale, measure again: {reason}" for reason in (stale(manifest, results) if results else ())]
     return findings, halves
 
 

@@ -1,17 +1,18 @@
 """Do a target and a draft belong together? From configurations and tokenizers alone, before anything is quantized."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from qspec.errors import PairError
 from qspec.records import Tokenizer
 from qspec.schema.problems import validate
 from qspec.schema.recipe import ModelSpec, Recipe
-from qspec.stages.check import check_tokenizers
+from qspec.stages.check import check_tokenizers, read_manifest
 from qspec.stages.forecast import ALPHAS, gain
 from qspec.stages.load import resolve_config, resolve_tokenizer
 from qspec.stages.planned import PlannedPair, resolve
 from qspec.stages.preflight import Finding
-from qspec.stages.remarks import draft_findings, speed_findings
+from qspec.stages.remarks import draft_findings, remarks, speed_findings
 
 
 def compatibility(target: str, draft: str, device: str = "cpu") -> list[Finding]:
@@ -33,6 +34,26 @@ def compatibility(target: str, draft: str, device: str = "cpu") -> list[Finding]
         rule = "are stored in different types; each half keeps its own where it is not quantized"
         found.append(Finding("note", f"{types[0]} and {types[1]}", rule, "set dtype in the recipe for one of both"))
     return [*found, *speed_findings(pair), _prediction(pair)]
+
+
+def on_device(pair: Path, device: str) -> list[Finding]:
+    """What a device would refuse of a pair that exists, and its memory, from the shapes and schemes that it has."""
+    manifest = read_manifest(pair)
+    fields = manifest.recipe | {"device": device}
+    for half, folder in (("target", manifest.target.folder), ("draft", manifest.draft.folder)):
+        if folder is not None and "model" in fields[half]:
+            fields = fields | {half: fields[half] | {"model": str(pair / folder), "revision": None}}
+    planned = resolve(validate(Recipe, fields, "check"))
+    limit, length = planned.limit, planned.max_length
+    room = [] if limit is None else [_room(planned, planned.capacity(length) or 0, length)]
+    return [*remarks(planned), *room]
+
+
+def _room(planned: PlannedPair, sequences: int, length: int) -> Finding:
+    weights, kv = planned.weights_and_kv
+    value = f"{weights / 1e9:.2f} GB of weights, both halves, and {kv / 1e6:.3f} MB of KV per token"
+    rule = f"leave room for {sequences:,} sequences of {length:,} tokens on {planned.sheet.name}"
+    return Finding("note", value, rule, "the server's own buffers and graphs come on top")
 
 
 def _tokenizer_findings(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Finding]:

@@ -10,9 +10,9 @@ from qspec.bridges.remote import FolderStore, Item
 from qspec.errors import IntegrityError, OutputError, PairError
 from qspec.provenance import require_space, sha256_file
 from qspec.schema.manifest import NAME, FileEntry, Manifest
-from qspec.schema.results import Results
 from qspec.stages.card import card
 from qspec.stages.check import check, read_manifest
+from qspec.stages.stale import measured, stale
 from qspec.stages.verdict import blockers
 
 CARD = "README.md"
@@ -40,8 +40,8 @@ def prepare(pair: Path, to: str, license: str | None = None, override: str | Non
     override: the reason why a pair is published although a gate failed; the card says it.
     """
     check(pair)
-    manifest, results = read_manifest(pair), _results(pair)
-    against = ["nothing was measured"] if results is None else blockers(results)
+    manifest, results = read_manifest(pair), measured(pair)
+    against = ["nothing was measured"] if results is None else [*blockers(results), *stale(manifest, results)]
     if against and not override:
         fix = 'mend it, or publish in spite of it: --despite "the reason", which the card will say'
         raise PairError(str(pair), f"is not to be published: {'; '.join(against)}", fix)
@@ -97,11 +97,6 @@ def pull(address: str, out: Path, told: Told) -> Path:
 
 def _store(address: str, private: bool = False) -> FolderStore:
     return HubStore(address, private) if address.startswith("hf://") else FolderStore(address)
-
-
-def _results(pair: Path) -> Results | None:
-    path = pair / "report" / "results.json"
-    return Results.read(path) if path.exists() else None
 
 
 def _listed(raw: bytes) -> set[str]:

@@ -10,14 +10,16 @@ from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.stages.check import examine, read_manifest
 from qspec.stages.exports import exports, vllm_arguments
+from qspec.stages.stale import measured, overridden, stale
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What is started: the target's folder, and the arguments behind it."""
+    """What is started: the target's folder, and the arguments behind it. `warnings`: what was not measured of that."""
 
     model: Path
     arguments: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def command(self) -> str:
@@ -40,4 +42,6 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     arguments = ["--served-model-name", manifest.name, *vllm_arguments(recipe, str(pair), target.plan.kv, draft=draft)]
     if recipe.device == "cpu" and manifest.validity.dtype == "float32":
         arguments += ["--dtype", "bfloat16"]  # its INT8 kernels take 16-bit inputs only
-    return Serving(pair / "target", (*arguments, *more))
+    results = measured(pair)
+    unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
+    return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)))
