@@ -40,6 +40,8 @@ Examples:
   qspec sensitivity org/model --bits 5 --bits 6    # error of each scheme by layer, and mixed plans for budgets
   qspec inspect runs/smollm2-135m-int8-cpu/pair    # formats and scales of every layer, after it
   qspec profile runs/smollm2-135m-int8-cpu/pair    # where the time of a token goes
+  qspec report runs/*/pair --out compared          # one page on several pairs: accuracy against speed
+  qspec report runs/new/pair --against runs/old/pair --fail-if 'recovery<0.99'    # exit status 3 if missed
   qspec publish runs/smollm2-135m-int8-cpu/pair --to hf://org/name --dry-run
   qspec pull hf://org/name pair                    # fetch and verify
 """
@@ -61,7 +63,7 @@ Overrides = Annotated[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0 done, 2 refused (one line on stderr), 130 interrupted."""
+    """Run one command; the exit status: 0 done, 2 refused (one line on stderr), 3 a gate missed, 130 interrupted."""
     try:
         status = app(args=argv, prog_name="qspec", standalone_mode=False) or 0
         if sys.stdout is not None:
@@ -270,6 +272,44 @@ def inspect(
         print(json.dumps(as_data(view), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         print(report_text.render(document(view, layers)), end="")
+
+
+@app.command()
+def report(
+    pairs: Annotated[
+        list[Path], typer.Argument(metavar="PAIR...", help="Folders of pairs or runs, or results.json files.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write report.html, .md, .csv and .json there.")
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="BASELINE", help="A pair or results.json: recovery and speedup are over it, not the original."
+        ),
+    ] = None,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CONDITION", help="Gate, for example recovery<0.99, alpha[coding]<0.6. Repeatable."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable: findings, gates, tables.")] = False,
+) -> int:
+    """Show what a pair was measured to do, compare several, and gate on it.
+
+    Exit status 3: a gate was missed. A metric that is unknown or was not measured is an error (2), not a pass. Metrics:
+    recovery, score, kl, top1, perplexity_ratio, speedup, speculation, alpha, tokens_per_step, lossless, tokens_s,
+    ttft_ms; .low and .high ask for an end of the interval.
+    """
+    from qspec.stages import report_data, report_text
+    from qspec.stages.gate import MISSED
+    from qspec.stages.report import write
+    from qspec.stages.report_gated import gated
+
+    page, missed = gated(pairs, against, tuple(fail_if or ()))
+    print(report_data.as_json(page) if as_json else report_text.render(page), end="")
+    if out is not None:
+        print(f"{write(page, out)}: written", file=sys.stderr)
+    return MISSED if missed else 0
 
 
 @app.command()

@@ -5,6 +5,7 @@ Items are right or wrong (counts of those that one arm alone got right decide), 
 """
 
 from collections.abc import Sequence
+from itertools import permutations
 import math
 from statistics import NormalDist
 
@@ -90,9 +91,22 @@ def detectable_ratio(ratios: Sequence[float]) -> float:
     return math.expm1(min(700.0, student.detectable_difference(student.deviation(logs), len(logs))))
 
 
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Spearman's rho (ranks of equals are their mean); nan where one side does not vary."""
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Spearman's rho (ranks of equals are their mean) and its two-sided p-value; nan where one side does not vary.
+
+    p: over all orders of up to 7 values, else normal.
+    """
     a, b = _ranks(x), _ranks(y)
+    rho = _correlation(a, b)
+    if math.isnan(rho):
+        return rho, math.nan
+    if len(a) > 7:
+        return rho, 2 * NormalDist().cdf(-abs(rho) * math.sqrt(len(a) - 1))
+    orders = [abs(_correlation(a, order)) for order in permutations(b)]
+    return rho, sum(other >= abs(rho) - 1e-12 for other in orders) / len(orders)
+
+
+def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
     middle = (len(a) - 1) / 2
     products = sum((p - middle) * (q - middle) for p, q in zip(a, b, strict=True))
     squares = math.prod(math.sqrt(sum((p - middle) ** 2 for p in ranks)) for ranks in (a, b))

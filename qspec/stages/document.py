@@ -1,11 +1,36 @@
-"""A report as data: a title and blocks, which `report_html` and `report_markdown` render with the same numbers."""
+"""A report as data: a title and blocks, from which HTML, Markdown, text, CSV and JSON take the same numbers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 import math
 from typing import Literal
 
 Tone = Literal["good", "bad", "open", "plain"]
 """good / bad: the numbers carry it; open: they do not decide; plain: a statement."""
+TONES: dict[Tone, str] = {"good": "pass", "bad": "fail", "open": "undecided", "plain": "note"}
+Interval = tuple[float, float] | None
+
+
+class Numeral(str):
+    """The text of a number, which remembers the number: what tables sort by, and what files of data hold."""
+
+    value: float
+
+    def __new__(cls, text: str, value: float) -> "Numeral":
+        made = super().__new__(cls, text)
+        made.value = value
+        return made
+
+
+class Range(str):
+    """The text of an interval, which remembers its ends."""
+
+    ends: tuple[float, float]
+
+    def __new__(cls, text: str, ends: tuple[float, float]) -> "Range":
+        made = super().__new__(cls, text)
+        made.ends = ends
+        return made
 
 
 @dataclass(frozen=True)
@@ -15,10 +40,11 @@ class Heading:
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence of the verdict."""
+    """One sentence of the verdict. `word`: said before it, in place of the tone's."""
 
     tone: Tone
     text: str
+    word: str = ""
 
 
 @dataclass(frozen=True)
@@ -27,8 +53,24 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A number to see at a glance, what it is, and how sure it is."""
+
+    label: str
+    value: str
+    note: str
+    tone: Tone = "plain"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    caption: str
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column names the row, the others are numbers."""
+    """Cells as text (a `Numeral` where they are numbers); the first column names the row."""
 
     caption: str
     columns: tuple[str, ...]
@@ -37,12 +79,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a chart with its label, the text of its value, and an interval drawn over it."""
+    """One row of a chart with its label, the text of its value, and an interval drawn over it."""
 
     label: str
     value: float
     text: str
-    interval: tuple[float, float] | None = None
+    interval: Interval = None
 
 
 @dataclass(frozen=True)
@@ -55,12 +97,56 @@ class Bars:
 
 
 @dataclass(frozen=True)
+class Dots:
+    """Values with their intervals around a reference line, `mark`: where no effect is."""
+
+    caption: str
+    bars: tuple[Bar, ...]
+    mark: float
+
+
+@dataclass(frozen=True)
 class Stack:
     """Shares of a whole, by row: `parts` names them in drawing order."""
 
     caption: str
     parts: tuple[str, ...]
     rows: tuple[tuple[str, tuple[float, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """`label` says what it is; intervals are drawn as lines."""
+
+    label: str
+    x: float
+    y: float
+    x_interval: Interval = None
+    y_interval: Interval = None
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one kind, joined by a line where their order means something."""
+
+    name: str
+    points: tuple[Point, ...]
+    joined: bool = False
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Points over two axes. guide: a line at y = 1, at y = x, or none. log_x: for lengths that double.
+    named: points have their labels beside them.
+    """
+
+    caption: str
+    x: str
+    y: str
+    series: tuple[Series, ...]
+    guide: Literal["none", "one", "diagonal"] = "none"
+    log_x: bool = False
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,18 +159,72 @@ class Details:
     folded: bool = True
 
 
-Block = Heading | Finding | Paragraph | Table | Bars | Stack | Details
+Chart = Tiles | Bars | Dots | Stack | Plot
+Block = Heading | Finding | Paragraph | Table | Chart | Details
 
 
 @dataclass(frozen=True)
 class Document:
+    """`lead`: the answer in one or two sentences."""
+
     title: str
     subtitle: str
     blocks: tuple[Block, ...]
+    lead: str = ""
 
 
-def number(value: float, digits: int = 3) -> str:
+def compact(caption: str, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> Table:
+    """A table without the columns that no row fills."""
+    kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
+    return Table(caption, tuple(columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows))
+
+
+def tables(document: Document) -> Iterator[Table]:
+    """Every number of the document: its tables, and its charts as tables."""
+    for block in document.blocks:
+        if isinstance(block, Table):
+            yield block
+        elif isinstance(block, Chart):
+            yield as_table(block)
+
+
+def as_table(chart: Chart) -> Table:
+    """What a chart shows."""
+    match chart:
+        case Tiles(caption, tiles):
+            rows = tuple((tile.label, tile.value, tile.note) for tile in tiles)
+            return Table(caption, ("", "value", "how sure"), rows)
+        case Bars(caption, bars) | Dots(caption, bars):
+            return Table(caption, ("", "value"), tuple((bar.label, Numeral(bar.text, bar.value)) for bar in bars))
+        case Stack(caption, parts, shares):
+            return Table(caption, ("", *parts), tuple((label, *map(percent, row)) for label, row in shares))
+        case Plot():
+            return _plot_table(chart)
+
+
+def _plot_table(plot: Plot) -> Table:
+    points = [(series.name, point) for series in plot.series for point in series.points]
+    sides = [("x_interval", plot.x), ("y_interval", plot.y)]
+    shown = [(name, axis) for name, axis in sides if any(getattr(point, name) for _, point in points)]
+    columns = ("", plot.x, plot.y, *(f"95 % CI, {axis}" for _, axis in shown))
+    rows = tuple(
+        (
+            ": ".join(dict.fromkeys(part for part in (series, point.label) if part)),
+            number(point.x),
+            number(point.y),
+            *(interval(getattr(point, name)) for name, _ in shown),
+        )
+        for series, point in points
+    )
+    return Table(plot.caption, columns, rows)
+
+
+def number(value: float, digits: int = 3) -> Numeral:
     """`digits` significant digits without an exponent where that is readable: 1.42, 0.00034, 12,345, –, ∞."""
+    return Numeral(_digits(value, digits), value)
+
+
+def _digits(value: float, digits: int) -> str:
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -97,18 +237,31 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def percent(share: float, digits: int = 1) -> str:
-    return "–" if math.isnan(share) else f"{100 * share:.{digits}f} %"
+def percent(share: float, digits: int = 1) -> Numeral:
+    return Numeral("–" if math.isnan(share) else f"{100 * share:.{digits}f} %", share)
 
 
-def interval(ci: tuple[float, float] | None, digits: int = 3) -> str:
+def times(ratio: float) -> Numeral:
+    return Numeral(f"{number(ratio)}×", ratio)
+
+
+def count(items: int) -> Numeral:
+    return Numeral(f"{items:,}", items)
+
+
+def interval(ci: Interval, digits: int = 3) -> str:
     """`1.30 to 1.55`, or nothing."""
-    return "" if ci is None else f"{number(ci[0], digits)} to {number(ci[1], digits)}"
+    return "" if ci is None else Range(f"{number(ci[0], digits)} to {number(ci[1], digits)}", ci)
 
 
-def size(count: float) -> str:
+def percents(ci: Interval, digits: int = 1) -> str:
+    """`97.1 % to 99.8 %`, or nothing."""
+    return "" if ci is None else Range(f"{percent(ci[0], digits)} to {percent(ci[1], digits)}", ci)
+
+
+def size(amount: float) -> Numeral:
     """Bytes in decimal units."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{number(count / scale)} {unit}"
-    return f"{number(count)} B"
+        if amount >= scale:
+            return Numeral(f"{number(amount / scale)} {unit}", amount)
+    return Numeral(f"{number(amount)} B", amount)

@@ -2,14 +2,15 @@
 
 import re
 
-from qspec.stages.document import Bars, Block, Details, Document, Finding, Heading, Paragraph, Stack, Table, percent
+from qspec.stages.document import Block, Details, Document, Finding, Heading, Paragraph, Table, as_table
 
-TONES = {"good": "✔", "bad": "✘", "open": "?", "plain": "·"}
+MARKS = {"good": "✔", "bad": "✘", "open": "?", "plain": "·"}
 
 
 def render(document: Document) -> str:
     """The whole page."""
     parts = [f"# {_text(document.title)}\n", f"{_text(document.subtitle)}\n"]
+    parts += [f"**{_text(document.lead)}**\n"] if document.lead else []
     for block, following in zip(document.blocks, [*document.blocks[1:], None], strict=True):
         last_of_list = isinstance(block, Finding) and not isinstance(following, Finding)
         parts.append(_block(block) + "\n" * last_of_list)
@@ -21,18 +22,15 @@ def _block(block: Block) -> str:
         case Heading(text):
             return f"## {_text(text)}\n"
         case Finding(tone, text):
-            return f"- {TONES[tone]} {_text(text)}"
+            return f"- {MARKS[tone]} {_text(text)}"
         case Paragraph(text):
             return f"{_text(text)}\n"
         case Table(caption, columns, rows):
             return _table(caption, columns, rows)
-        case Bars(caption, bars):
-            return _table(caption, ("", "value"), tuple((bar.label, bar.text) for bar in bars))
-        case Stack(caption, parts, rows):
-            cells = tuple((label, *(percent(share) for share in shares)) for label, shares in rows)
-            return _table(caption, ("", *parts), cells)
         case Details(title, lines, code):
             return f"**{_text(title)}**\n\n{_code(lines) if code else _list(lines)}\n"
+        case _:
+            return _block(as_table(block))
 
 
 def _table(caption: str, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> str:

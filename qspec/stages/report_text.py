@@ -3,8 +3,18 @@
 from collections.abc import Iterator
 import textwrap
 
-from qspec.stages.document import Bars, Block, Details, Document, Finding, Heading, Paragraph, Stack, Table, percent
-from qspec.stages.report_html import TONES
+from qspec.stages.document import (
+    TONES,
+    Bars,
+    Block,
+    Details,
+    Document,
+    Finding,
+    Heading,
+    Paragraph,
+    Table,
+    as_table,
+)
 
 WIDTH = 110
 """Columns of prose; tables take what they need."""
@@ -14,6 +24,7 @@ BAR = 40
 def render(document: Document) -> str:
     """The whole page; findings stand together, everything else apart."""
     lines = [document.title, *textwrap.wrap(document.subtitle, WIDTH)]
+    lines += ["", *textwrap.wrap(document.lead, WIDTH)] if document.lead else []
     for block, before in zip(document.blocks, [None, *document.blocks], strict=False):
         if not (isinstance(block, Finding) and isinstance(before, Finding)):
             lines.append("")
@@ -40,20 +51,19 @@ def _block(block: Block) -> Iterator[str]:
     match block:
         case Heading(text):
             yield from (text, "-" * len(text))
-        case Finding(tone, text):
-            yield from textwrap.wrap(f"{TONES[tone]}: {text}", WIDTH, subsequent_indent="  ")
+        case Finding(tone, text, word):
+            yield from textwrap.wrap(f"{word or TONES[tone]}: {text}", WIDTH, subsequent_indent="  ")
         case Paragraph(text):
             yield from textwrap.wrap(text, WIDTH)
         case Table(caption):
             yield from (*textwrap.wrap(caption, WIDTH), *table_lines(block))
         case Bars(caption):
             yield from (*textwrap.wrap(caption, WIDTH), *_bars(block))
-        case Stack(caption, parts, rows):
-            cells = tuple((label, *map(percent, shares)) for label, shares in rows)
-            yield from _block(Table(caption, ("", *parts), cells))
         case Details(title, lines, code):
             yield title
             yield from lines if code else [f"- {line}" for line in lines]
+        case _:
+            yield from _block(as_table(block))
 
 
 def _bars(chart: Bars) -> list[str]:

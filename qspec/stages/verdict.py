@@ -1,37 +1,53 @@
-"""What the numbers carry, in sentences: budgets met or missed, faster or slower, lossless or not."""
+"""What the numbers carry, in sentences: what holds, what was lost, and what did not pay."""
 
 import math
 
 from qspec.numerics.paired import shown_sign
-from qspec.schema.results import Equality, Measurement, Ratio, Results, Speed, TaskResult
-from qspec.stages.document import Finding, Tone, interval, number, percent
+from qspec.schema.results import BatchSpeed, Equality, Fidelity, Ratio, Results, Speed, TaskResult
+from qspec.stages.budgets import budget_findings
+from qspec.stages.document import Finding, Tone, interval, number, percent, percents, times
 from qspec.stages.prove import CERTAIN
+from qspec.stages.speed_arms import at, plain_of
 
 MANY_CUT = 0.2
 """Share of truncated answers from which a score is called weak evidence."""
+LOSS, NO_GAIN = "loss", "no gain"
+TONES: dict[int, Tone] = {1: "good", 0: "open", -1: "bad"}
 
 
 def findings(results: Results) -> list[Finding]:
-    """The verdict, most important first: losslessness, accuracy, speed, whether to speculate, budgets."""
-    found: list[Finding] = []
-    if results.speed is not None:
-        found += losslessness(results.speed)
+    """The verdict, most important first: losslessness, accuracy, budgets, speed. What did not pay: `negatives`."""
+    found, speed = list[Finding](), results.speed
+    if speed is not None:
+        found += losslessness(speed)
     found += [_task(task) for task in results.accuracy.tasks]
-    if results.speed is not None:
-        found += [_faster(ratio) for ratio in results.speed.ratios]
-        found += [*_advice(results.speed), *_batch_advice(results.speed), *_fastest(results.speed)]
-    return [*found, *_budgets(results)] or [Finding("plain", "nothing was measured")]
+    if results.accuracy.fidelity is not None:
+        found.append(_fidelity(results.accuracy.fidelity))
+    found += budget_findings(results)
+    if speed is not None:
+        found += [finding for ratio in speed.ratios if (finding := _faster(ratio)).tone == "good"]
+        found += _fastest(speed)
+    return found or [Finding("plain", "nothing was measured")]
+
+
+def negatives(results: Results) -> list[Finding]:
+    """What did not pay, or shows no gain: arms, drafts, batch sizes, prompts, subjects that lost."""
+    found = [_lost(task, name) for task in results.accuracy.tasks for name in _lost_subjects(task)]
+    if results.speed is None:
+        return found
+    found += [finding for ratio in results.speed.ratios if (finding := _unpaid(ratio, results.speed))]
+    return [*found, *_batch_advice(results.speed), *_prefill(results.speed)]
 
 
 def blockers(results: Results) -> list[str]:
     """What speaks against giving a pair to others: drafts that change the output, and budgets that were missed."""
     told = losslessness(results.speed) if results.speed else []
-    return [finding.text for finding in [*told, *_budgets(results)] if finding.tone == "bad"]
+    return [finding.text for finding in [*told, *budget_findings(results)] if finding.tone == "bad"]
 
 
 def losslessness(speed: Speed) -> list[Finding]:
     """Greedy answers token for token, then the law of sampled ones."""
-    found = [_lossless(equality) for equality in speed.equality]
+    found = [lossless(equality) for equality in speed.equality]
     law = speed.marginals
     if law is None:
         return found
@@ -43,7 +59,8 @@ def losslessness(speed: Speed) -> list[Finding]:
     return [*found, Finding("good", text)]
 
 
-def _lossless(equality: Equality) -> Finding:
+def lossless(equality: Equality) -> Finding:
+    """Whether drafts left the greedy answers as they are."""
     same = f"{equality.arm}: {equality.equal} of {equality.n} greedy answers equal those of {equality.baseline}"
     if not equality.mismatches:
         return Finding("good", f"{same} token for token")
@@ -56,56 +73,98 @@ def _lossless(equality: Equality) -> Finding:
 
 
 def _task(task: TaskResult) -> Finding:
-    tones: dict[int, Tone] = {1: "good", 0: "open", -1: "bad"}
     sign = shown_sign(task.difference.ci, task.p_value)
     cut = max(task.original_cut, task.quantized_cut)
     caution = f"; {percent(cut)} of the answers were cut at the token limit, so the score says little" * (
         cut > MANY_CUT
     )
-    return Finding(tones[sign], f"{task.task} ({task.backend}): {task.verdict}{caution}")
+    return Finding(TONES[sign], f"{task.task} ({task.backend}): {task.verdict}{caution}")
+
+
+def _fidelity(found: Fidelity) -> Finding:
+    """Predictions on held-out text; how much perplexity may rise is for a budget to say."""
+    ratio, same = found.perplexity_ratio, found.top1_agreement
+    text = f"{ratio.condition.get('data', 'held-out text')}: perplexity {times(ratio.value)} the original's"
+    agreement = f"the same most likely token at {percent(same.value)} of the positions"
+    return Finding("plain", f"{text} (95 % CI {interval(ratio.ci)}, {ratio.n} windows), {agreement}")
+
+
+def _lost_subjects(task: TaskResult) -> list[str]:
+    return [s.task for s in task.sub_tasks if s.difference and shown_sign(s.difference.ci, s.p_value) < 0]
+
+
+def _lost(task: TaskResult, name: str) -> Finding:
+    sub_task = next(s for s in task.sub_tasks if s.task == name)
+    ci = sub_task.difference.ci if sub_task.difference else None
+    numbers = f"{percent(sub_task.original)} to {percent(sub_task.quantized)}, 95 % CI of the difference {percents(ci)}"
+    return Finding("bad", f"{name} loses, corrected for the number of subjects: {numbers}, {sub_task.n} items", LOSS)
 
 
 def _faster(ratio: Ratio) -> Finding:
-    low, high = ratio.speedup.ci or (0.0, float("inf"))
-    at = f" at temperature {ratio.temperature:g}" if ratio.temperature else ""
-    numbers = f"{number(ratio.speedup.value)}× (95 % CI {interval(ratio.speedup.ci)}, {ratio.speedup.n} prompts){at}"
-    pair = f"{ratio.arm} against {ratio.baseline}"
+    """Faster, slower, or neither shown."""
+    low, high = ratio.speedup.ci or (0.0, math.inf)
+    pair, size = f"{ratio.arm} against {ratio.baseline}", times(ratio.speedup.value)
     if ratio.speedup.n < 2:
-        return Finding("open", f"{pair}: {number(ratio.speedup.value)}× on a single prompt{at}, no interval")
+        return Finding("open", f"{pair}: {size} on a single prompt{at(ratio.temperature)}, no interval", NO_GAIN)
+    numbers = f"{size} (95 % CI {interval(ratio.speedup.ci)}, {ratio.speedup.n} prompts){at(ratio.temperature)}"
     if low > 1:
         return Finding("good", f"{pair}: faster, {numbers}")
     if high < 1:
-        return Finding("bad", f"{pair}: slower, {numbers}")
-    seen = ratio.speedup.detectable
-    least = "" if seen is None or math.isinf(seen) else f"; one of {percent(seen)} would have been shown"
-    return Finding("open", f"{pair}: no difference in speed shown, {numbers}{least}")
+        return Finding("bad", f"{pair}: slower, {numbers}", LOSS)
+    return Finding("open", f"{pair}: no difference in speed shown, {numbers}{_seen(ratio.speedup.detectable)}", NO_GAIN)
 
 
-def _advice(speed: Speed) -> list[Finding]:
-    """Where a draft does not pay."""
-    advice: list[Finding] = []
-    plain = {p.arm: p.baseline for p in speed.predictions}
-    for ratio in speed.ratios:
-        if plain.get(ratio.arm) == ratio.baseline and ratio.speedup.value < 1:
-            at = f" at temperature {ratio.temperature:g}" if ratio.temperature else ""
-            text = f"do not speculate with this draft here{at}: {ratio.arm} runs at {number(ratio.speedup.value)}×"
-            advice.append(Finding("bad", f"{text} the speed of {ratio.baseline}"))
-    return advice
+def _seen(detectable: float | None) -> str:
+    if detectable is None or math.isinf(detectable):
+        return ""
+    return f"; one of {percent(detectable)} would have been"
+
+
+def _unpaid(ratio: Ratio, speed: Speed) -> Finding | None:
+    """An arm that is not shown to be faster; where it drafts over the same target, what follows."""
+    found = _faster(ratio)
+    if found.tone == "good":
+        return None
+    drafts = plain_of(speed).get(ratio.arm) == ratio.baseline
+    advice = "; do not speculate with this draft here" if drafts and ratio.speedup.value < 1 else ""
+    return Finding(found.tone, f"{found.text}{advice}", found.word)
 
 
 def _batch_advice(speed: Speed) -> list[Finding]:
     """The batch sizes at which drafts have stopped to pay, and batches that change an answer."""
-    advice: list[Finding] = []
-    for b in speed.batches:
-        at = f"at batch {b.batch}" + (f", temperature {b.temperature:g}" if b.temperature else "")
-        if b.equal < b.answers:
-            text = f"{b.arm} {at}: {b.equal} of {b.answers} greedy answers equal those of {b.baseline}"
-            advice.append(Finding("open", text))
-        if b.speedup is not None and b.speedup.value < 1:
-            tone: Tone = "bad" if (b.speedup.ci or (0.0, math.inf))[1] < 1 else "open"
-            text = f"{at}: {b.arm} runs at {number(b.speedup.value)}× the speed of {b.baseline}, cap it by_batch"
-            advice.append(Finding(tone, text))
-    return advice
+    return [finding for b in speed.batches for finding in (_changed(b), _stopped(b)) if finding is not None]
+
+
+def _batch(b: BatchSpeed) -> str:
+    return f"at batch {b.batch}" + (f", temperature {b.temperature:g}" if b.temperature else "")
+
+
+def _changed(b: BatchSpeed) -> Finding | None:
+    if b.equal == b.answers:
+        return None
+    text = f"{b.arm} {_batch(b)}: {b.equal} of {b.answers} greedy answers equal those of {b.baseline}"
+    return Finding("open", text)
+
+
+def _stopped(b: BatchSpeed) -> Finding | None:
+    if b.speedup is None or b.speedup.value >= 1:
+        return None
+    tone: Tone = "bad" if (b.speedup.ci or (0.0, math.inf))[1] < 1 else "open"
+    text = f"{_batch(b)}: {b.arm} runs at {times(b.speedup.value)} the speed of {b.baseline}, cap it by_batch"
+    return Finding(tone, text, LOSS if tone == "bad" else NO_GAIN)
+
+
+def _prefill(speed: Speed) -> list[Finding]:
+    """Plain arms whose first token does not come earlier than the baseline's."""
+    plain = [arm for arm in speed.arms if not arm.speculative and arm.temperature == speed.arms[0].temperature]
+    base, found = plain[0] if plain else None, list[Finding]()
+    for arm in plain[1:]:
+        if base is not None and arm.ttft.median >= base.ttft.median:
+            medians = f"{number(arm.ttft.median)} ms against {number(base.ttft.median)} ms (medians of {arm.ttft.n})"
+            found.append(
+                Finding("open", f"no gain in prefill: the first token of {arm.arm} comes after {medians}", NO_GAIN)
+            )
+    return found
 
 
 def _fastest(speed: Speed) -> list[Finding]:
@@ -113,55 +172,6 @@ def _fastest(speed: Speed) -> list[Finding]:
     found: list[Finding] = []
     for temperature in dict.fromkeys(arm.temperature for arm in speed.arms):
         best = max((a for a in speed.arms if a.temperature == temperature), key=lambda a: a.decode_rate.median)
-        at = f" at temperature {temperature:g}" if temperature else ""
-        text = f"fastest arm{at}: {best.arm}, {number(best.decode_rate.median)} tokens/s (median of {best.tpot.n} runs)"
-        found.append(Finding("plain", text))
+        rate = f"{number(best.decode_rate.median)} tokens/s (median of {best.tpot.n} runs)"
+        found.append(Finding("plain", f"fastest arm{at(temperature)}: {best.arm}, {rate}"))
     return found
-
-
-def _budgets(results: Results) -> list[Finding]:
-    budget = results.recipe.get("budget") or {}
-    found: list[Finding] = []
-    fidelity, speed = results.accuracy.fidelity, results.speed
-    if (limit := budget.get("max_kl")) is not None and fidelity is not None:
-        found.append(_at_most(f"KL budget {number(limit)} nats/token", fidelity.kl, limit))
-    if (limit := budget.get("min_recovery")) is not None:
-        found += [_recovery(task, limit) for task in results.accuracy.tasks if task.recovery is not None]
-    if (limit := budget.get("ttft_s")) is not None and speed is not None:
-        found.append(_first_token(speed, limit))
-    return found
-
-
-def _first_token(speed: Speed, limit: float) -> Finding:
-    name = f"first-token budget {number(limit)} s"
-    late = [arm for arm in speed.arms if arm.ttft.median > 1000 * limit]
-    if late:
-        arms = ", ".join(f"{arm.arm} ({number(arm.ttft.median)} ms)" for arm in late)
-        return Finding("bad", f"{name} missed (median): {arms}")
-    slowest = max(speed.arms, key=lambda arm: arm.ttft.median)
-    text = f"{name} met by every arm; slowest: {slowest.arm}, {number(slowest.ttft.median)} ms (median)"
-    return Finding("good", text)
-
-
-def _recovery(task: TaskResult, limit: float) -> Finding:
-    """Score kept, with its interval."""
-    low, high = task.recovery_ci or tuple(1 + end / task.original.value for end in task.difference.ci or (0.0, 0.0))
-    numbers = f"{task.task} keeps {percent(task.quantized.value / task.original.value)}"
-    numbers += f" (95 % CI {percent(low)} to {percent(high)}, n = {task.original.n})"
-    name = f"recovery budget {percent(limit)}"
-    if low >= limit:
-        return Finding("good", f"{name} met: {numbers}")
-    if high < limit:
-        return Finding("bad", f"{name} missed: {numbers}")
-    return Finding("open", f"{name} undecided, the interval spans it: {numbers}")
-
-
-def _at_most(name: str, measured: Measurement, limit: float) -> Finding:
-    """Met or missed when the interval says so, else undecided."""
-    low, high = measured.ci or (measured.value, measured.value)
-    numbers = f"{number(measured.value)} (95 % CI {interval(measured.ci)}, n = {measured.n})"
-    if high <= limit:
-        return Finding("good", f"{name} met: {numbers}")
-    if low > limit:
-        return Finding("bad", f"{name} missed: {numbers}")
-    return Finding("open", f"{name} undecided, the interval spans it: {numbers}")

@@ -163,10 +163,17 @@ def test_the_detectable_change_of_speed():
 
 
 def test_rank_correlation_agrees_with_scipy():
-    """Would catch ties in the order of their appearance, and a division by zero where nothing varies."""
+    """Would catch ties in the order of their appearance, a one-sided p, and a division by zero where nothing varies."""
     x, y = [3.0, 1.0, 2.0, 2.0, 9.0, 0.5], [1.0, 4.0, 4.0, 3.0, 0.0, 2.0]
-    assert rank_correlation(x, y) == pytest.approx(stats.spearmanr(x, y).statistic)
-    assert math.isnan(rank_correlation(x, [1.0] * 6))
+
+    def statistic(order: np.ndarray) -> float:
+        return float(stats.spearmanr(x, order).statistic)
+
+    exact = stats.permutation_test((y,), statistic, permutation_type="pairings", vectorized=False)
+    assert rank_correlation(x, y) == pytest.approx((exact.statistic, exact.pvalue))
+    many = [float(i) for i in range(12)], [0.0, 3.0, 1.0, 2.0, 5.0, 4.0, 8.0, 6.0, 7.0, 9.0, 11.0, 10.0]
+    assert rank_correlation(*many)[1] < 0.01
+    assert all(map(math.isnan, rank_correlation(x, [1.0] * 6)))
 
 
 def test_quartiles_of_known_values():

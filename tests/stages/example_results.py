@@ -4,11 +4,13 @@ from qspec.schema.results import (
     Acceptance,
     Accuracy,
     ArmSpeed,
+    BatchSpeed,
     Equality,
     Fidelity,
     Measurement,
     Mismatch,
     Prediction,
+    PromptFacts,
     Ratio,
     Results,
     Speed,
@@ -16,9 +18,18 @@ from qspec.schema.results import (
     SubTask,
     TaskResult,
     TaskRow,
+    Window,
 )
 
 HOSTILE = "<script>alert('x')</script> & \"quotes\" | `code` *bold* [link](http://example.org) </pre>"
+
+
+PROMPTS = tuple(
+    PromptFacts(category=("chat", "coding", "summary")[i % 3], tokens=40 * 2 ** (i // 3)) for i in range(12)
+)
+
+
+KL = tuple(enumerate(0.0213 * (1 + 0.02 * (i - 7.5)) for i in range(16)))
 
 
 def measurement(metric: str, value: float, ci: tuple[float, float] | None = None, n: int = 16) -> Measurement:
@@ -44,6 +55,7 @@ def task(quantized: float = 0.30, verdict: str = "no difference detected, McNema
         ),
         difference=Measurement(metric="quantized - original", value=quantized - 0.32, unit="", n=140, ci=(-0.06, 0.02)),
         recovery=quantized / 0.32,
+        recovery_ci=(quantized / 0.32 - 0.15, quantized / 0.32 + 0.09),
         only_original=8,
         only_quantized=5,
         p_value=0.58,
@@ -53,11 +65,18 @@ def task(quantized: float = 0.30, verdict: str = "no difference detected, McNema
         quantized_cut=0.12,
         prompts_cut=3,
         sub_tasks=(
-            SubTask(task="mmlu_pro_law", n=70, original=0.3, quantized=0.2),
-            SubTask(task="mmlu_pro_math", n=70, original=0.34, quantized=0.4),
+            sub_task("mmlu_pro_law", 0.3, 0.2),
+            sub_task("mmlu_pro_math", 0.34, 0.4),
         ),
         rows=(row,),
     )
+
+
+def sub_task(name: str, original: float, quantized: float) -> SubTask:
+    difference = quantized - original
+    ci = (difference - 0.09, difference + 0.09)
+    measured = Measurement(metric="quantized - original", value=difference, unit="", n=70, ci=ci, detectable=0.14)
+    return SubTask(task=name, n=70, original=original, quantized=quantized, difference=measured, p_value=0.4)
 
 
 def arm(name: str, rate: float, speculative: bool) -> ArmSpeed:
@@ -84,13 +103,51 @@ def arm(name: str, rate: float, speculative: bool) -> ArmSpeed:
 
 
 def ratio(name: str, baseline: str, value: float, ci: tuple[float, float]) -> Ratio:
-    speedup = Measurement(metric="time per token", value=value, unit="x", n=12, ci=ci)
-    return Ratio(arm=name, baseline=baseline, temperature=0.0, speedup=speedup, per_prompt=(value,) * 12)
+    speedup = Measurement(metric="time per token", value=value, unit="x", n=12, ci=ci, detectable=0.04)
+    per_prompt = tuple(value * (1 + 0.01 * (i - 5.5)) for i in range(12))
+    prompts = tuple(range(12))
+    return Ratio(arm=name, baseline=baseline, temperature=0.0, speedup=speedup, per_prompt=per_prompt, prompts=prompts)
+
+
+def acceptance(category: str, alpha: float) -> Acceptance:
+    positions = tuple(alpha ** (i / 2 + 0.5) for i in range(5))
+    return Acceptance(
+        arm="quantized + draft",
+        temperature=0.0,
+        category=category,
+        prompts=12 if category == "all" else 4,
+        steps=300,
+        drafted=1500,
+        accepted=700,
+        alpha=Measurement(metric="alpha", value=alpha, unit="", n=986, ci=(alpha - 0.03, alpha + 0.03)),
+        tokens_per_step=3.33,
+        tokens_per_step_ci=(3.1, 3.6),
+        per_position=positions,
+        per_position_ci=tuple((share - 0.05, min(1.0, share + 0.05)) for share in positions),
+    )
+
+
+def batch(name: str, size: int, rate: float, gain: float | None) -> BatchSpeed:
+    ci = None if gain is None else (gain - 0.1, gain + 0.1)
+    speedup = None if gain is None else Measurement(metric="tokens per second", value=gain, unit="x", n=6, ci=ci)
+    spread = Spread(median=rate, q1=0.95 * rate, q3=1.05 * rate, n=6, unit="tokens/s")
+    return BatchSpeed(
+        arm=name,
+        baseline="quantized",
+        batch=size,
+        temperature=0.0,
+        rate=spread,
+        speedup=speedup,
+        draft_length=2.5,
+        equal=12,
+        answers=12,
+    )
 
 
 def speed(speculation: float = 1.42, mismatches: tuple[Mismatch, ...] = ()) -> Speed:
     low, high = speculation - 0.1, speculation + 0.1
     return Speed(
+        prompts=PROMPTS,
         arms=(
             arm("original", 30.0, False),
             arm("quantized", 55.0, False),
@@ -99,21 +156,9 @@ def speed(speculation: float = 1.42, mismatches: tuple[Mismatch, ...] = ()) -> S
         ratios=(
             ratio("quantized", "original", 1.83, (1.7, 1.95)),
             ratio("quantized + draft", "quantized", speculation, (low, high)),
+            ratio("quantized + draft", "original", 1.83 * speculation, (1.83 * low, 1.83 * high)),
         ),
-        acceptance=(
-            Acceptance(
-                arm="quantized + draft",
-                temperature=0.0,
-                category="all",
-                prompts=12,
-                steps=300,
-                drafted=1500,
-                accepted=700,
-                alpha=Measurement(metric="alpha", value=0.71, unit="", n=986, ci=(0.68, 0.74)),
-                tokens_per_step=3.33,
-                per_position=(0.8, 0.6, 0.4, 0.3, 0.2),
-            ),
-        ),
+        acceptance=(acceptance("all", 0.71), acceptance("chat", 0.66), acceptance("coding", 0.8)),
         predictions=(
             Prediction(
                 arm="quantized + draft",
@@ -132,6 +177,12 @@ def speed(speculation: float = 1.42, mismatches: tuple[Mismatch, ...] = ()) -> S
                 arm="quantized + draft", baseline="quantized", n=36, equal=36 - len(mismatches), mismatches=mismatches
             ),
         ),
+        batches=(
+            batch("quantized", 2, 90.0, None),
+            batch("quantized + draft", 2, 117.0, 1.3),
+            batch("quantized", 4, 160.0, None),
+            batch("quantized + draft", 4, 136.0, 0.85),
+        ),
         bandwidth=Measurement(metric="memory read", value=36e9, unit="B/s", n=5),
         condition={"prompts": 12, "data": "spec_bench", "repeats": 3},
     )
@@ -144,6 +195,9 @@ def example() -> Results:
         perplexity_ratio=measurement("perplexity, quantized / original", 1.0297, (1.02, 1.04)),
         kl=measurement("KL(original || quantized)", 0.0213, (0.019, 0.024)),
         top1_agreement=measurement("top-1 agreement", 0.942, (0.93, 0.95)),
+        windows=tuple(
+            Window(original_nll=3.3 + i / 9, quantized_nll=3.33 + i / 9, kl=kl, agreement=0.94) for i, kl in KL
+        ),
     )
     return Results(
         name="smollm2-135m-w8a8",

@@ -1,6 +1,9 @@
 """The report: what it claims, that its three forms agree, and that nothing in it can become markup."""
 
+import csv
 from html.parser import HTMLParser
+import json
+import math
 from pathlib import Path
 import re
 
@@ -8,13 +11,13 @@ import pytest
 
 from qspec.schema.results import Accuracy, BatchSpeed, Measurement, Mismatch, Ratio, Results, SourceCounts, Spread
 from qspec.stages import report_html, report_markdown, verdict
-from qspec.stages.document import Document, Finding, Table, number, percent, size
+from qspec.stages.document import Document, Finding, Numeral, Plot, Range, Table, Tiles, number, percent, size, tables
 from qspec.stages.report import document, report
 from tests.stages.example_results import HOSTILE, example, measurement, ratio, speed, task
 
 
 def _findings(results: Results) -> dict[str, str]:
-    return {finding.text: finding.tone for finding in verdict.findings(results)}
+    return {finding.text: finding.tone for finding in [*verdict.findings(results), *verdict.negatives(results)]}
 
 
 def _tone(results: Results, words: str) -> str:
@@ -55,9 +58,33 @@ def test_one_prompt_decides_nothing():
 
 def test_a_draft_that_slows_down_is_advised_against():
     """Would catch the negative result that no peer reports; a draft that pays must not be advised against."""
-    advice = "do not speculate with this draft here: quantized + draft runs at 0.850× the speed of quantized"
-    assert _tone(example().model_copy(update={"speed": speed(0.85)}), advice) == "bad"
+    slow = example().model_copy(update={"speed": speed(0.85)})
+    advice = (
+        "quantized + draft against quantized: slower, 0.850× (95 % CI 0.750 to 0.950, 12 prompts); do not speculate"
+    )
+    assert _tone(slow, advice) == "bad"
     assert not any("do not speculate" in text for text in _findings(example()))
+    assert any(f.text.startswith("quantized + draft against quantized: slower") for f in verdict.negatives(slow))
+    assert not any("slower" in f.text for f in verdict.findings(slow))
+
+
+def test_a_first_token_that_does_not_come_earlier_is_told():
+    """Would catch a gain in decoding that hides that there is none in prefill."""
+    assert (
+        _tone(example(), "no gain in prefill: the first token of quantized comes after 85.3 ms against 85.3") == "open"
+    )
+
+
+def test_a_subject_that_loses_is_named():
+    """Would catch a loss in one subject that the mean over all hides, and one that looking at many explains."""
+    found = task()
+    lost = found.sub_tasks[0]
+    assert lost.difference is not None
+    sure = lost.difference.model_copy(update={"ci": (-0.2, -0.05)})
+    clear = found.model_copy(update={"sub_tasks": (lost.model_copy(update={"difference": sure, "p_value": 0.01}),)})
+    results = example().model_copy(update={"accuracy": Accuracy(tasks=(clear,))})
+    assert _tone(results, "mmlu_pro_law loses, corrected for the number of subjects: 30.0 % to 20.0 %") == "bad"
+    assert not any("mmlu_pro_law" in text for text in _findings(example()))
 
 
 def test_the_fastest_arm_is_named():
@@ -139,7 +166,7 @@ def test_nothing_measured_still_gives_a_page():
 class _Page(HTMLParser):
     """Collects tags, attributes and text; fails on tags that do not nest."""
 
-    VOID = ("meta", "rect", "path", "br")
+    VOID = ("meta", "rect", "path", "br", "circle")
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -159,17 +186,22 @@ class _Page(HTMLParser):
             assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if not {"style", "script"} & set(self.open):
             self.text.append(data)
 
 
 def test_html_is_self_contained_and_escaped():
-    """Would catch a page that loads something, runs something, or lets a model's name become markup."""
+    """Would catch a page that loads something, runs what it was given, or lets a model's name become markup."""
     text = report_html.render(document(example()))
     page = _Page(text)
-    names = {tag for tag, _ in page.tags}
-    assert not names & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "a"}
-    assert not [k for _, attributes in page.tags for k in attributes if k.startswith("on") or k in ("src", "href")]
+    names = [tag for tag, _ in page.tags]
+    assert not set(names) & {"link", "img", "iframe", "object", "embed", "base", "form"}
+    assert [attributes for tag, attributes in page.tags if tag == "script"] == [{}]  # the page's own
+    assert not [k for _, attributes in page.tags for k in attributes if k.startswith("on") or k == "src"]
+    links = [attributes["href"] or "" for _, attributes in page.tags if "href" in attributes]
+    assert links
+    assert all(link.startswith("#") for link in links)
+    assert {attributes["id"] for tag, attributes in page.tags if tag == "h2"} == {link[1:] for link in links}
     assert "url(" not in text
     assert "@import" not in text
     assert HOSTILE in "".join(page.text)
@@ -181,12 +213,57 @@ def test_html_is_self_contained_and_escaped():
 def test_charts_stay_inside_and_name_their_values():
     """Would catch bars without a text for screen readers, and bars or whiskers drawn outside the chart."""
     page = _Page(report_html.render(document(example())))
-    charts = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(charts) == 3 + 2 + 3  # speeds, ratios, time shares
+    charts = [attributes for tag, attributes in page.tags if tag == "svg" and "aria-hidden" not in attributes]
+    rows = [chart for chart in charts if "preserveaspectratio" in chart]
+    # speeds, ratios, kinds of prompt, acceptance, time shares, subjects; plots by length, batch, position, prediction
+    assert len(rows) == 3 + 3 + 3 + 3 + 3 + 2
+    assert len(charts) - len(rows) == 2 + 2 + 2 + 1
     assert all(chart["role"] == "img" and re.search(r"\d", chart["aria-label"] or "") for chart in charts)
     widths = [float(attributes["width"] or 0) for tag, attributes in page.tags if tag == "rect"]
     assert max(widths) <= report_html.WIDTH
     assert min(widths) >= 0
+
+
+def test_a_table_knows_its_numbers():
+    """Would catch tables that sort 9 behind 85, and percentages by their first digit."""
+    rows = (("a", number(9.0), percent(0.5)), ("b", number(85.0), percent(1.1)))
+    text = report_html.render(Document("t", "", (Table("c", ("", "n", "share"), rows),)))
+    assert re.findall(r'data-v="([^"]+)"', text) == ["9", "0.5", "85", "1.1"]
+
+
+def test_lead_and_tiles_say_the_same_as_the_numbers():
+    """Would catch an answer that is kinder than its verdict: coarse tests, drafts that do not pay, a changed output."""
+    page = document(example())
+    assert page.lead == (
+        "Quantized + draft decodes at 2.60× the speed of original. Accuracy was tested coarsely: only a drop of 7 "
+        "points or more would have shown. Quantized + draft pays (1.42×)."
+    )
+    (glance,) = [block for block in page.blocks if isinstance(block, Tiles)]
+    shown = {tile.label: (tile.value, tile.tone) for tile in glance.tiles}
+    assert shown["mmlu_pro score kept"] == ("93.8 %", "open")
+    assert shown["quantized + draft over quantized"] == ("1.42×", "good")
+    assert shown["Same greedy answers"] == ("36 of 36", "good")
+    fault = Mismatch(prompt=2, category="qa", position=3, margin=2.5, near_tie=False)
+    broken = document(example().model_copy(update={"speed": speed(0.85, (fault,))}))
+    assert broken.lead.startswith("Drafting changes the output. ")
+    assert broken.lead.endswith("Quantized + draft does not pay (0.850×).")
+
+
+def test_speed_is_shown_by_length_kind_and_batch():
+    """Would catch a plot that mixes up prompts, or a guide at no effect that is missing."""
+    plots = {block.caption: block for block in document(example()).blocks if isinstance(block, Plot)}
+    lengths = plots["Speedup of drafting by prompt length (each point a prompt)"]
+    assert [(p.label, p.x) for p in lengths.series[0].points][:4] == [
+        ("chat", 40),
+        ("coding", 40),
+        ("summary", 40),
+        ("chat", 80),
+    ]
+    assert lengths.guide == "one"
+    gains = plots["Speedup of drafting by batch (line: 95 % CI)"]
+    assert [(p.x, p.y) for p in gains.series[0].points] == [(2, 1.3), (4, 0.85)]
+    positions = plots["The same by kind of prompt: quantized + draft"]
+    assert [series.name for series in positions.series] == ["chat", "coding"]
 
 
 def test_markdown_escapes_markup():
@@ -202,18 +279,26 @@ def test_markdown_escapes_markup():
     assert r"a\|b" in report_markdown.render(hostile)
 
 
-def test_the_three_files_hold_the_same_numbers(tmp_path: Path):
+def test_all_files_hold_the_same_numbers(tmp_path: Path):
     """Would catch a page that rounds or computes on its own, beside results that say otherwise."""
     path = report(example(), tmp_path / "report")
     assert path.name == "report.html"
     assert Results.read(path.with_name("results.json")) == example()
     html, markdown = path.read_text(encoding="utf-8"), path.with_name("report.md").read_text(encoding="utf-8")
-    for block in document(example()).blocks:
-        if isinstance(block, Table) and block.caption != "Environment":
-            for row in block.rows:
-                for cell in row[1:]:
-                    assert report_html.escape(cell) in html
-                    assert report_markdown._text(cell) in markdown
+    with path.with_name("report.csv").open(encoding="utf-8", newline="") as lines:
+        cells = list(csv.DictReader(lines))
+    data = json.loads(path.with_name("report.json").read_text(encoding="utf-8"))
+    by_json = [cell for table in data["tables"] for row in table["rows"] for cell in row[1:]]
+    shown = [cell for table in tables(document(example())) for row in table.rows for cell in row[1:]]
+    assert [cell["text"] for cell in cells] == [cell["text"] for cell in by_json] == shown
+    for cell, row, entry in zip(shown, cells, by_json, strict=True):
+        assert report_html.escape(cell) in html
+        assert report_markdown._text(cell) in markdown
+        if isinstance(cell, Numeral) and math.isfinite(cell.value):
+            assert float(row["value"]) == entry["value"] == cell.value
+        if isinstance(cell, Range):
+            assert (float(row["low"]), float(row["high"])) == (entry["low"], entry["high"]) == cell.ends
+    assert data["findings"][0] == {"verdict": "pass", "text": document(example()).blocks[1].text}
 
 
 @pytest.mark.parametrize(
@@ -257,9 +342,9 @@ def test_batches_and_sources_have_their_tables() -> None:
     (batches,) = (table for caption, table in tables.items() if caption.startswith("Tokens per second of all"))
     assert batches.rows[1][:3] == ("quantized + draft", "4", number(90.0))
     assert batches.rows[1][-1] == "11 of 12"
-    assert tables["Acceptance by what drafted"].rows == (
-        ("quantized + draft: all", "lookup", "10", "40", "30", number(4.0)),
-    )
+    assert batches.columns[-1] == "equal answers"
+    sourced = tables["Acceptance by what drafted"].rows
+    assert sourced[0] == ("quantized + draft: all", "lookup", "10", "40", "30", number(4.0))
     said = [(f.tone, f.text) for f in page.blocks if isinstance(f, Finding)]
     assert (
         "bad",

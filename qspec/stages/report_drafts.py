@@ -1,0 +1,186 @@
+"""Drafts in the report: acceptance by kind of prompt and by position, and predicted beside measured speedup."""
+
+from qspec.schema.results import Acceptance, Prediction, Speed
+from qspec.stages.document import (
+    Bar,
+    Block,
+    Dots,
+    Heading,
+    Plot,
+    Point,
+    Series,
+    compact,
+    count,
+    interval,
+    number,
+    percent,
+    times,
+)
+from qspec.stages.report_speed import Naming, naming
+
+SHOWN = 8
+"""Positions that a row of the table holds."""
+
+
+def acceptance_blocks(speed: Speed) -> list[Block]:
+    """By position, by kind of prompt, by source."""
+    if not speed.acceptance:
+        return []
+    name = naming(speed)
+    caption = (
+        "α: accepted / tested draft tokens; forced: from both models' laws behind each token of the plain answers;"
+        " tokens/step = 1 + accepted / steps; intervals over prompts"
+    )
+    columns = (
+        "arm",
+        "prompts",
+        "steps",
+        "drafted",
+        "accepted",
+        "α",
+        "95 % CI",
+        "α forced",
+        "tokens/step",
+        "95 % CI",
+        "nodes/step",
+        "by position or depth",
+    )
+    table = compact(caption, columns, tuple(_row(a, _label(a, name)) for a in speed.acceptance))
+    return [
+        Heading("Acceptance"),
+        *_kinds(speed, name),
+        *_positions(speed, name),
+        table,
+        *_sources(speed, name),
+    ]
+
+
+def _label(a: Acceptance, name: Naming) -> str:
+    return f"{name(a.arm, a.temperature)}: {a.category}"
+
+
+def _row(a: Acceptance, label: str) -> tuple[str, ...]:
+    shares = " ".join(number(share, 2) for share in a.per_position[:SHOWN]) + " …" * (len(a.per_position) > SHOWN)
+    return (
+        label,
+        count(a.prompts),
+        count(a.steps),
+        count(a.drafted),
+        count(a.accepted),
+        number(a.alpha.value),
+        interval(a.alpha.ci, 2),
+        "" if a.teacher_forced is None else number(a.teacher_forced.value),
+        number(a.tokens_per_step),
+        interval(a.tokens_per_step_ci),
+        "" if a.nodes_per_step is None else number(a.nodes_per_step),
+        shares,
+    )
+
+
+def _kinds(speed: Speed, name: Naming) -> list[Block]:
+    """Acceptance of every kind of prompt beside that of all."""
+    bars = tuple(
+        Bar(_label(a, name), a.alpha.value, f"{number(a.alpha.value)} ({sure})", a.alpha.ci)
+        for a in speed.acceptance
+        if a.drafted and (sure := interval(a.alpha.ci, 2) or "one prompt")
+    )
+    return [Dots("Acceptance α by kind of prompt (line: 95 % CI over prompts)", bars, mark=0.0)] if bars else []
+
+
+def _positions(speed: Speed, name: Naming) -> list[Block]:
+    """Two plots: arms over all prompts, and the kinds of prompt of the last arm that drafts."""
+    pooled = [a for a in speed.acceptance if a.category == "all"]
+    last = [a for a in speed.acceptance if (a.arm, a.temperature) == (pooled[-1].arm, pooled[-1].temperature)]
+    kinds = [a for a in last if a.category != "all"]
+    plots = [("Acceptance by position in the draft", [(name(a.arm, a.temperature), a) for a in pooled])]
+    if len(kinds) > 1:
+        plots.append((f"The same by kind of prompt: {pooled[-1].arm}", [(a.category, a) for a in kinds]))
+    return [
+        Plot(caption, "position", "share accepted", series)
+        for caption, rows in plots
+        if (series := tuple(_by_position(label, a) for label, a in rows if a.per_position))
+    ]
+
+
+def _by_position(label: str, a: Acceptance) -> Series:
+    intervals = a.per_position_ci if len(a.per_position_ci) == len(a.per_position) else (None,) * len(a.per_position)
+    shares = enumerate(zip(a.per_position, intervals, strict=True), 1)
+    return Series(label, tuple(Point("", i, share, y_interval=ci) for i, (share, ci) in shares), joined=True)
+
+
+def _sources(speed: Speed, name: Naming) -> list[Block]:
+    """Whose draft tokens stood, of drafters that have several sources."""
+    rows = tuple(
+        (
+            _label(a, name),
+            source.source,
+            count(source.steps),
+            count(source.drafted),
+            count(source.accepted),
+            number(1 + source.accepted / source.steps),
+        )
+        for a in speed.acceptance
+        for source in a.sources
+    )
+    columns = ("arm", "source", "steps", "drafted", "accepted", "tokens/step")
+    return [compact("Acceptance by what drafted", columns, rows)] if rows else []
+
+
+def prediction_blocks(speed: Speed) -> list[Block]:
+    """The model of speculation with measured inputs, and whether measurement agrees."""
+    if not speed.predictions:
+        return []
+    name = naming(speed)
+    measured = {(r.arm, r.baseline, r.temperature): r.speedup.ci for r in speed.ratios}
+    points = [
+        (name(p.arm, p.temperature), p, measured.get((p.arm, p.baseline, p.temperature))) for p in speed.predictions
+    ]
+    series = tuple(Series(label, (Point("", p.predicted, p.measured, y_interval=ci),)) for label, p, ci in points)
+    columns = (
+        "arm",
+        "α",
+        "draft length",
+        "draft cost c",
+        "E, tokens/step",
+        "verify cost by rows",
+        "operations",
+        "predicted",
+        "measured",
+        "95 % CI",
+        "best length",
+        "steps at 0",
+        "cost of 0",
+    )
+    caption = (
+        "Speedup over the same target without a draft; costs in plain steps (arXiv 2211.17192, theorem 3.8). Cost of 0:"
+        " what drafter, policy and bookkeeping add to a step that drafts nothing"
+    )
+    plot = Plot("Predicted and measured speedup (line: equal)", "predicted", "measured", series, guide="diagonal")
+    table = compact(caption, columns, tuple(_prediction(label, p, interval(ci)) for label, p, ci in points))
+    return [Heading("Predicted and measured"), plot, table]
+
+
+def _prediction(label: str, p: Prediction, ci: str) -> tuple[str, ...]:
+    return (
+        label,
+        number(p.alpha),
+        number(p.draft_length),
+        number(p.draft_cost),
+        "" if p.expected_tokens is None else number(p.expected_tokens),
+        _costs(p),
+        "" if p.operations is None else times(p.operations),
+        times(p.predicted),
+        times(p.measured),
+        ci,
+        "" if p.best_length is None or p.best is None else f"{p.best_length} ({times(p.best)})",
+        "" if p.idle_share is None else percent(p.idle_share),
+        "" if p.idle_cost is None else percent(p.idle_cost, 2),
+    )
+
+
+def _costs(p: Prediction) -> str:
+    """Verification by number of rows, in plain steps: as many as a row of the table holds."""
+    if not p.verify_costs:
+        return number(p.verify_cost)
+    shown = list(p.verify_costs.items())[:6]
+    return " ".join(f"{rows}: {number(cost, 2)}" for rows, cost in shown) + " …" * (len(p.verify_costs) > 6)

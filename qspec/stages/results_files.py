@@ -1,0 +1,29 @@
+"""Results where people have them: a run's folder, a pair's folder, or a file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qspec.errors import IntegrityError
+from qspec.schema.results import Results
+
+PLACES = ("report/results.json", "results.json")
+
+
+def read_results(reference: Path) -> Results:
+    """Results of a run, a pair or a `results.json`. Raises `IntegrityError` where there are none."""
+    if not reference.is_dir():
+        return Results.read(reference)
+    for place in PLACES:
+        if (reference / place).is_file():
+            return Results.read(reference / place)
+    raise IntegrityError(str(reference), "holds no results.json", "give a run's or a pair's folder, or the file")
+
+
+def read_named(references: Sequence[Path]) -> dict[str, Results]:
+    """Several by name; where two have one name, the paths tell them apart."""
+    found = [read_results(reference) for reference in references]
+    names = [results.name for results in found]
+    unique = [name if names.count(name) == 1 else str(path) for name, path in zip(names, references, strict=True)]
+    if len(set(unique)) < len(unique):
+        raise IntegrityError(str(references[-1]), "is named twice", "give each pair once")
+    return dict(zip(unique, found, strict=True))
