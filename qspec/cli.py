@@ -135,6 +135,24 @@ def run(
     print(f'{pair}: ready; try: qspec generate {pair} "Hello"')
 
 
+@app.command(name="train-draft")
+def train_draft(
+    recipe: RecipeFile,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train the MLP speculator of a recipe on what its quantized target reads and writes.
+
+    Run it again to go on where it was killed. Under torchrun (gloo) the processes share the work.
+    """
+    from qspec import pipeline
+    from qspec.schema.recipe import Recipe
+
+    job = Recipe.read(recipe, tuple(overrides or ()))
+    head = pipeline.train_draft(job, out or Path("runs") / job.name)
+    print(f"{head}: trained; try: qspec run {recipe} --set draft.model={head}")
+
+
 @app.command()
 def plan(
     recipe: RecipeFile,

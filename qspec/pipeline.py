@@ -12,13 +12,22 @@ import torch
 
 from qspec.bridges import compressed, oneshot
 from qspec.bridges.text import calibration_rows
-from qspec.errors import OutputError
+from qspec.errors import OutputError, RecipeError
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.progress import Progress, setup_log
 from qspec.provenance import atomic_write, environment, require_space, staged_dir
 from qspec.records import LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import CalibrationSpec, FusionSpec, ModelDraft, ModelSpec, NgramDraft, Recipe, SelfDraft
+from qspec.schema.recipe import (
+    CalibrationSpec,
+    FusionSpec,
+    MlpDraft,
+    ModelDraft,
+    ModelSpec,
+    NgramDraft,
+    Recipe,
+    SelfDraft,
+)
 from qspec.schema.results import Accuracy, Record, Results, Speed
 from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.types import Drafter
@@ -39,10 +48,12 @@ from qspec.stages.pad import match_rows
 from qspec.stages.planned import PlannedPair, plan_half, resolve_model
 from qspec.stages.prepare import prepare
 from qspec.stages.preview import admit
+from qspec.stages.processes import barrier, processes
 from qspec.stages.rehearse import rehearse
 from qspec.stages.report import report
 from qspec.stages.sensitivity import kept_scores
 from qspec.stages.sequential import require_judge
+from qspec.stages.speculator_head import head_folder, train_head
 from qspec.stages.store import Store
 from qspec.stages.stream import Job, stream
 from qspec.stages.transform import truncate_layers
@@ -54,10 +65,11 @@ __all__ = ["check", "open_pair", "run"]
 
 @dataclass(frozen=True)
 class Originals:
-    """The models as they came; `draft` is None for a draft without weights."""
+    """The models as they came; `draft` is None for a draft without weights, or with a speculator's `head`."""
 
     target: LoadedModel
     draft: LoadedModel | None
+    head: Path | None = None
 
 
 def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progress | None = None) -> Path:
@@ -80,7 +92,7 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
     else:
         target, draft = quantize_halves(recipe, originals, out / "work", progress)
         progress.stage("package and verify")
-        package(target, draft, recipe, out)
+        package(target, draft, recipe, out, originals.head)
     arms = Arms(recipe, planned, originals, open_pair(pair))
     accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: _evaluate(arms, out, progress))
     speed = None
@@ -118,6 +130,8 @@ def load_originals(recipe: Recipe, progress: Progress) -> Originals:
     if isinstance(recipe.draft, SelfDraft):
         layers = recipe.draft.layers
         return Originals(target, target if layers is None else truncate_layers(target, layers))
+    if isinstance(recipe.draft, MlpDraft):
+        return Originals(target, None, head_folder(recipe.draft, target.arch))
     if not isinstance(recipe.draft, ModelDraft):
         return Originals(target, None)
     draft = load(recipe.draft)
@@ -135,6 +149,26 @@ def quantize_halves(
         return target, None
     assert isinstance(recipe.draft, ModelDraft | SelfDraft)
     return target, _half(recipe, recipe.draft.quantization, originals.draft, text, work / "draft")
+
+
+def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = None) -> Path:
+    """Quantize the target of `recipe` and train its MLP speculator on that; returns the folder of the head.
+
+    A call that was killed goes on where it stopped. Raises `RecipeError` for a recipe without such a draft.
+    """
+    out, progress = Path(out), progress or Progress()
+    if not isinstance(recipe.draft, MlpDraft) or recipe.draft.training is None:
+        fix = "give it kind: mlp_speculator and a training section"
+        raise RecipeError(f"draft of {recipe.name}", "is nothing that is trained", fix)
+    admit(recipe)
+    progress.stage("load")
+    model = load(recipe.target)
+    text = Calibration(recipe.calibration, model.tokenizer, recipe.seed, progress)
+    with processes() as rank:
+        if rank == 0:
+            _half(recipe, recipe.target.quantization, model, text, out / "target")
+        barrier()
+        return train_head(recipe, compressed.read(out / "target"), out, progress)
 
 
 class Calibration:

@@ -190,6 +190,13 @@ def prompts(
     return chosen
 
 
+def requests(name: str) -> list[str]:
+    """What every row of a data set asks: its prompt fields, or its text where it has none; empty ones left out."""
+    source = _find(name)
+    texts = (_text(row, source.entry.prompt or source.fields).strip() for row in source.rows())
+    return [text for text in texts if text]
+
+
 def _find(name: str) -> _Source:
     """The data set of a name; a user's own file gets an entry with the usual field names."""
     if name.endswith(SUFFIXES):

@@ -46,7 +46,7 @@ class FileEntry(Strict):
 class Half(Strict):
     """Target or draft. `source`: model, revision, sha256 of the original; `schemes`: linear layers by scheme name."""
 
-    kind: Literal["model", "self", "ngram", "suffix"]
+    kind: Literal["model", "self", "ngram", "suffix", "mlp_speculator"]
     folder: Inside | None = Field(default=None, description="inside the pair; None for a draft without weights")
     source: dict[str, str] = Field(default_factory=dict)
     quantization: dict[str, Any] | None = None

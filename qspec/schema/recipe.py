@@ -14,6 +14,7 @@ from qspec.schema.overrides import set_value
 from qspec.schema.problems import closest, validate
 from qspec.schema.quantization import MOST, QuantSpec, Strict
 from qspec.schema.text import dump_yaml, parse_yaml, read_text
+from qspec.schema.training import TrainingSpec
 
 Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -99,15 +100,32 @@ class SuffixDraft(Strict):
 
 
 class MlpDraft(Strict):
-    """A combined token/embedding speculator (arXiv 2404.19124), pretrained; sizes as in its `config.json`."""
+    """A combined token/embedding speculator (arXiv 2404.19124), trained before; sizes as in its `config.json`.
+
+    `model`: a folder, `package:…` or Hub id, as of a target. `draft_vocab`: ids that it can draft, 0 for all. `shared`:
+    embedding and output rows are the target's. `candidates` above 1: a tree of so many likeliest paths, `top_k` of
+    each head being looked at. `training`: how `qspec train-draft` makes it.
+    """
 
     kind: Literal["mlp_speculator"]
-    model: str
+    model: str = Field(min_length=1)
     revision: str | None = None
     n_predict: int = Field(default=3, ge=1, le=64)
     inner_dim: int = Field(default=0, ge=0, le=MOST, description="0: the target's hidden size")
     tie_weights: bool = False
     scale_input: bool = False
+    draft_vocab: int = Field(default=0, ge=0, le=MOST)
+    shared: bool = False
+    candidates: int = Field(default=1, ge=1, le=64)
+    top_k: tuple[Annotated[int, Field(ge=1, le=64)], ...] = ()
+    lookup: Lookup = "none"
+    training: TrainingSpec | None = None
+
+    @model_validator(mode="after")
+    def _top_k_of_every_head(self) -> "MlpDraft":
+        if self.top_k and len(self.top_k) != self.n_predict:
+            raise ValueError(f"top_k has {len(self.top_k)} entries for {self.n_predict} heads; give one for each")
+        return self
 
 
 LookupDraft = NgramDraft | SuffixDraft
@@ -336,7 +354,9 @@ class Recipe(Strict):
         """Whether drafts may have several candidates for one position."""
         if isinstance(self.draft, NgramDraft | SuffixDraft):
             return self.draft.branches > 1
-        return isinstance(self.draft, ModelDraft | SelfDraft) and self.draft.tree is not None
+        if isinstance(self.draft, MlpDraft):
+            return self.draft.candidates > 1
+        return self.draft.tree is not None
 
     @model_validator(mode="after")
     def _caches_take_trees(self) -> "Recipe":

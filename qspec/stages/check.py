@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
+from qspec.bridges import speculator
 from qspec.bridges.compressed import lint_scale, read
 from qspec.bridges.tensors import read_tensors
 from qspec.errors import IntegrityError, OutputError, PairError, QspecError
 from qspec.provenance import sha256_file
-from qspec.records import ArchMap, QuantizedModel, Tokenizer, layer_number
+from qspec.records import EMBEDDING, ArchMap, QuantizedModel, Tokenizer, layer_number
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
 from qspec.schema.problems import validate
 from qspec.schema.recipe import LookupDraft, Recipe
@@ -37,7 +38,9 @@ def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
     findings = [f"{len(manifest.files)} files, {size / 1e6:.1f} MB: sizes and sha256 match {NAME}"]
     halves: dict[str, QuantizedModel] = {}
     for name, half in (("target", manifest.target), ("draft", manifest.draft)):
-        if half.folder is not None:
+        if half.kind == "mlp_speculator":
+            findings.append(_check_head(pair / "draft", halves["target"]))
+        elif half.folder is not None:
             halves[name] = _check_half(pair / half.folder, half, findings)
     _check_vocabulary(manifest, halves["target"], halves.get("draft"), findings)
     length, most = recipe.speculation.max_length or 0, halves["target"].arch.max_positions
@@ -136,6 +139,21 @@ def _check_half(folder: Path, half: Half, findings: list[str]) -> QuantizedModel
         f"{half.folder}: {', '.join(f'{n} x {scheme}' for scheme, n in counts.items())}; every number is usable"
     )
     return model
+
+
+def _check_head(folder: Path, target: QuantizedModel) -> str:
+    """Read a speculator head and look at every number in it."""
+    embedding_VH = target.tensors[EMBEDDING]
+    try:
+        head = speculator.read(folder, embedding_VH, embedding_VH)
+        check_scales(folder)
+    except QspecError as error:
+        raise IntegrityError(f"draft/: {error.value}", error.rule, error.fix) from error
+    for name, tensor in head.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            raise IntegrityError(f"draft/: {name}", "holds NaN or infinity", _FETCH)
+    s = head.shape
+    return f"draft: {s.n_predict} speculator heads for {s.drafted} of {s.vocab_size} ids; every number is usable"
 
 
 def check_scales(folder: Path) -> None:

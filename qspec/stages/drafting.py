@@ -4,10 +4,21 @@ from typing import assert_never
 
 from qspec.nn.engines import AnyDecoder
 from qspec.nn.lm import LM
+from qspec.nn.mlp_speculator import MLPSpeculator
 from qspec.records import ArchMap
-from qspec.schema.recipe import DraftLengthSpec, LookupDraft, ModelDraft, NgramDraft, SelfDraft, SuffixDraft
+from qspec.schema.recipe import (
+    DraftLengthSpec,
+    Lookup,
+    LookupDraft,
+    MlpDraft,
+    ModelDraft,
+    NgramDraft,
+    SelfDraft,
+    SuffixDraft,
+)
 from qspec.spec import draft_length
 from qspec.spec.drafters.combined import CombinedDrafter
+from qspec.spec.drafters.mlp import MlpDrafter
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
@@ -44,10 +55,20 @@ def model_drafter(decoder: AnyDecoder, draft: ModelDraft | SelfDraft, target: Ar
     if draft.tree is not None:
         tree = draft.tree
         model = TreeDrafter(decoder, tree.width, tree.depth, tree.nodes, target.eos_ids, tokens)
-    if draft.lookup == "none":
+    return _behind(draft.lookup, model)
+
+
+def mlp_drafter(head: MLPSpeculator, draft: MlpDraft, target: ArchMap, tokens: int) -> Drafter:
+    """The drafter of a speculator head, behind the lookup that its recipe asks for."""
+    return _behind(draft.lookup, MlpDrafter(head, target.eos_ids, tokens, draft.candidates, draft.top_k))
+
+
+def _behind(lookup: Lookup, model: Drafter) -> Drafter:
+    """A drafter behind a lookup at that kind's defaults, if there is to be one."""
+    if lookup == "none":
         return model
-    lookup = NgramDraft(kind="ngram") if draft.lookup == "ngram" else SuffixDraft(kind="suffix")
-    return CombinedDrafter(lookup_drafter(lookup), model)
+    first = NgramDraft(kind="ngram") if lookup == "ngram" else SuffixDraft(kind="suffix")
+    return CombinedDrafter(lookup_drafter(first), model)
 
 
 def draft_lm(drafter: Drafter | None) -> LM | None:

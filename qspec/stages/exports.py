@@ -193,7 +193,7 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
     served, k = True, recipe.speculation.draft_length.k
     match recipe.draft:
         case MlpDraft():
-            served, detail = False, "mlp_speculator is gone since 0.33; use kind: model, self, ngram or suffix"
+            served, detail = False, "mlp_speculator is gone since 0.33; qspec's own engine drafts with it"
         case NgramDraft():
             detail = "method ngram: needs no draft files"
         case SuffixDraft():

@@ -128,16 +128,20 @@ def mlp_footprint(draft: MlpDraft, arch: ArchMap, width: int) -> Footprint:
     heads = 1 if draft.tie_weights else draft.n_predict
     later = min(1, draft.n_predict - 1) if draft.tie_weights else draft.n_predict - 1
     projection = arch.hidden_size * inner + later * inner * inner
-    table = arch.vocab_size * inner
+    drafted = draft.draft_vocab or arch.vocab_size
+    table, out = arch.vocab_size * inner, drafted * inner
+    if draft.shared:  # maps to and from the hidden size; the target's own rows are read, not held twice
+        table = out = arch.hidden_size * inner
     layers = (*(f"head.{i}" for i in range(heads)), *(f"proj.{i}" for i in range(draft.n_predict)))
-    group = Group(layers, heads * table + projection, (heads * table + projection) * width)
+    shared = drafted * arch.hidden_size if draft.shared else 0
+    linear = heads * out + projection + shared
     norms = heads * 2 * inner
-    step = projection / draft.n_predict + table
+    step = projection / draft.n_predict + out + (shared and shared + table)
     return Footprint(
-        {"none": group},
+        {"none": Group(layers, linear, linear * width)},
         embedding_bytes=heads * table * width,
         other_bytes=norms * width,
-        parameters=2 * heads * table + projection + norms,
+        parameters=heads * (table + out) + projection + norms,
         cost=PassCost(step * width, 0, 2 * step, 0),
     )
 

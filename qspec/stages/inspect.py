@@ -65,6 +65,8 @@ def _model(spec: ModelSpec, data: str | None, progress: Progress) -> ModelView:
 
 def _pair(folder: Path, manifest: Manifest, data: str | None, progress: Progress) -> PairView:
     named = {"target": manifest.target.folder, "draft": manifest.draft.folder}
+    if manifest.draft.kind == "mlp_speculator":  # no transformer to look into
+        del named["draft"]
     if named["target"] is None:
         raise IntegrityError(f"{NAME}: target", "has no folder", "package the pair again, or fetch an intact copy")
     models = {name: read_half(folder / inside) for name, inside in named.items() if inside is not None}

@@ -32,7 +32,7 @@ def _about(view: ModelView | PairView) -> str:
     if isinstance(view, PairView):
         parts = [f"{half.name} {size(half.bytes)}" for half in view.halves]
         if view.draft is not None and len(view.halves) == 1:
-            parts.append(f"draft {view.draft}: no weights")
+            parts.append(f"draft {view.draft}" if view.draft == "mlp_speculator" else f"draft {view.draft}: no weights")
     else:
         parts = [
             f"{view.model_type}, {view.decoder_layers} decoder layers",

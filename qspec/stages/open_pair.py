@@ -16,15 +16,17 @@ from qspec.bridges.text import prompt_tokens
 from qspec.errors import IntegrityError, RecipeError
 from qspec.nn.engines import AnyDecoder, open_decoder
 from qspec.nn.lm import BatchLM
+from qspec.nn.mlp_speculator import MLPSpeculator
 from qspec.nn.offload import OffloadedDecoder
 from qspec.ops.select import Kernels
-from qspec.records import ArchMap, QuantizedModel
+from qspec.records import QuantizedModel
 from qspec.schema.manifest import NAME, Manifest
 from qspec.schema.problems import validate
 from qspec.schema.recipe import (
     MOST_SEED,
     Dtype,
     LookupDraft,
+    MlpDraft,
     ModelDraft,
     Recipe,
     SelfDraft,
@@ -35,7 +37,8 @@ from qspec.spec.batch import Prompt, generate_batch as run_batch
 from qspec.spec.stats import SpecStats
 from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
 from qspec.stages.check import check_scales, real_vocab
-from qspec.stages.drafting import draft_lm, draft_policy, lookup_drafter, model_drafter, request_policy
+from qspec.stages.drafting import draft_lm, draft_policy, lookup_drafter, mlp_drafter, model_drafter, request_policy
+from qspec.stages.speculator_head import open_head
 
 _TIMED_STEPS = 5
 _UNFINISHED = "\ufffd"
@@ -67,6 +70,7 @@ class LoadedPair:
     target: AnyDecoder
     drafter: Drafter
     policy: DraftLength
+    head: MLPSpeculator | None = None
 
     def generate(
         self,
@@ -156,7 +160,7 @@ class LoadedPair:
         """A drafter on the same draft weights, with a cache and a memory of its own."""
         decoder = draft_lm(self.drafter)
         fork = decoder.fork() if isinstance(decoder, AnyDecoder) else None
-        return _drafter(self.recipe, self.model.arch, self.draft_model, fork)
+        return _drafter(self.recipe, self.model, self.draft_model, fork, self.head)
 
     def _sampling(self, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
         """The recipe's, where nothing else is asked for."""
@@ -195,7 +199,8 @@ def open_pair(
     recipe = validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
     options: dict[str, Any] = {"dtype": compute_dtype(recipe.dtype), "kernels": kernels}
     model, target = _target(folder / "target", recipe, limit, direct_io, options)
-    draft = None if isinstance(recipe.draft, LookupDraft) else _half(folder / "draft")
+    draft = _half(folder / "draft") if isinstance(recipe.draft, ModelDraft | SelfDraft) else None
+    head = open_head(folder / "draft", model) if isinstance(recipe.draft, MlpDraft) else None
     decoder = None
     if draft is not None:
         decoder = open_decoder(draft, max_length=min(target.max_length, draft.arch.max_positions), **options)
@@ -206,8 +211,9 @@ def open_pair(
         model,
         draft,
         target,
-        _drafter(recipe, model.arch, draft, decoder),
+        _drafter(recipe, model, draft, decoder, head),
         draft_policy(recipe.speculation.draft_length),
+        head,
     )
 
 
@@ -235,13 +241,22 @@ def compute_dtype(name: Dtype) -> torch.dtype:
     return torch.float32 if name == "auto" else getattr(torch, name)
 
 
-def _drafter(recipe: Recipe, arch: ArchMap, draft: QuantizedModel | None, decoder: AnyDecoder | None) -> Drafter:
+def _drafter(
+    recipe: Recipe,
+    target: QuantizedModel,
+    draft: QuantizedModel | None,
+    decoder: AnyDecoder | None,
+    head: MLPSpeculator | None,
+) -> Drafter:
     if isinstance(recipe.draft, LookupDraft):
         return lookup_drafter(recipe.draft)
+    if isinstance(recipe.draft, MlpDraft):
+        assert head is not None
+        return mlp_drafter(head, recipe.draft, target.arch, real_vocab(target.tokenizer))
     assert draft is not None
     assert decoder is not None
     assert isinstance(recipe.draft, ModelDraft | SelfDraft)
-    return model_drafter(decoder, recipe.draft, arch, real_vocab(draft.tokenizer))
+    return model_drafter(decoder, recipe.draft, target.arch, real_vocab(draft.tokenizer))
 
 
 def _check_seed(seed: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from qspec.bridges import compressed
+from qspec.bridges import compressed, speculator
 from qspec.errors import IntegrityError, OutputError
 from qspec.numerics.outliers import same_matrix
 from qspec.plan import KVScheme
@@ -16,7 +16,7 @@ from qspec.provenance import atomic_write, environment, require_space, sha256_fi
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest, TokenizerInfo, Validity
-from qspec.schema.recipe import LookupDraft, ModelDraft, Recipe, SelfDraft
+from qspec.schema.recipe import LookupDraft, MlpDraft, ModelDraft, Recipe, SelfDraft
 from qspec.stages.check import (
     check,
     check_heads,
@@ -29,16 +29,24 @@ from qspec.stages.check import (
 from qspec.stages.exports import exports, vllm_command, vllm_speculative_config
 from qspec.stages.footprint import footprint
 from qspec.stages.prove import SWITCHES
+from qspec.stages.speculator_head import open_head
 
 TARGET, DRAFT, REPORT = "target", "draft", "report"
 _GUESSED = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM takes a draft below such a path for that method
 
 
-def package(target: QuantizedModel, draft: QuantizedModel | None, recipe: Recipe, out: Path) -> Path:
+def package(
+    target: QuantizedModel,
+    draft: QuantizedModel | None,
+    recipe: Recipe,
+    out: Path,
+    head: Path | None = None,
+) -> Path:
     """Write `out/pair` and return it; it appears whole and verified, or not at all.
 
-    `draft` None is a draft without weights (n-gram). Raises `PairError` for halves that do not fit together, before
-    anything is written, and `OutputError` for a folder that cannot take them.
+    `draft` None is a draft without weights (n-gram), or a speculator's: `head`, which is stored in INT8. Raises
+    `PairError` for halves that do not fit together, before anything is written, and `OutputError` for a folder that
+    cannot take them.
     """
     pair = out / "pair"
     halves = {TARGET: target} if draft is None else {TARGET: target, DRAFT: draft}
@@ -50,6 +58,8 @@ def package(target: QuantizedModel, draft: QuantizedModel | None, recipe: Recipe
     with staged_dir(pair) as part:
         for name, model in halves.items():
             compressed.write(model, part / name, stored_dtype(recipe, model))
+        if head is not None:
+            speculator.write(open_head(head, target), part / DRAFT, speculator.read_config(head).get("qspec"))
         (part / NAME).write_bytes(_manifest(target, draft, recipe, part).dump())
         _, read = examine(part)
         for name, model in halves.items():
@@ -153,6 +163,9 @@ def _half(kind: Literal["model", "self"], folder: str, model: QuantizedModel) ->
 
 
 def _draft_half(recipe: Recipe, draft: QuantizedModel | None) -> Half:
+    if isinstance(recipe.draft, MlpDraft):
+        source = {"model": recipe.draft.model, "revision": recipe.draft.revision or ""}
+        return Half(kind=recipe.draft.kind, folder=DRAFT, source=source)
     if draft is None:
         assert isinstance(recipe.draft, LookupDraft), f"draft kind {recipe.draft.kind} needs a model"
         return Half(kind=recipe.draft.kind)

@@ -37,16 +37,6 @@ def raise_refused(findings: Iterable[Finding]) -> None:
             raise RecipeError(finding.value, finding.rule, finding.fix)
 
 
-def refuse_unbuilt(recipe: Recipe) -> None:
-    """Raise `RecipeError` for a draft that `plan` understands and `run` cannot make."""
-    if isinstance(recipe.draft, MlpDraft):
-        raise RecipeError(
-            "draft.kind 'mlp_speculator'",
-            "is planned only: qspec does not run MLP speculators, and vLLM serves none since 0.33",
-            "use kind: model (a smaller model), self (a copy of the target), or ngram or suffix (lookup)",
-        )
-
-
 def device_findings(
     sheet: DeviceSheet, schemes: Schemes, kv: KVScheme | None, dtype: str = "auto", arch: ArchMap | None = None
 ) -> Iterator[Finding]:
@@ -98,8 +88,8 @@ def pair_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "draft.kind 'mlp_speculator'",
-            "can be planned, not run; vLLM serves none since 0.33",
-            "use kind: model, self or ngram to run the job",
+            "vLLM serves none since 0.33; qspec's own engine drafts with it",
+            "for a server use kind: model, self, ngram or suffix",
         )
     if not isinstance(recipe.draft, ModelDraft | SelfDraft):
         return

@@ -15,14 +15,13 @@ from qspec.stages.exports import exports, transformers_snippet, vllm_command
 from qspec.stages.footprint import Footprint
 from qspec.stages.forecast import ALPHAS, CONTEXT, gain
 from qspec.stages.planned import PlannedHalf, PlannedPair, resolve
-from qspec.stages.preflight import raise_refused, refuse_unbuilt
+from qspec.stages.preflight import raise_refused
 from qspec.stages.remarks import remarks
 from qspec.stages.units import candidate_schemes
 
 
 def admit(recipe: Recipe) -> PlannedPair:
     """The resolved pair, if the job may start; raises the first refusal otherwise. Called before any compute."""
-    refuse_unbuilt(recipe)
     pair = resolve(recipe)
     raise_refused(remarks(pair))
     return pair

@@ -76,7 +76,7 @@ def test_mlp_speculators_are_served_by_nobody():
     r = recipe(draft={"kind": "mlp_speculator", "model": "org/acc"})
     assert vllm_speculative_config(r) is None
     assert line(r, "vllm", "draft")[0] is False
-    assert "ngram" in line(r, "vllm", "draft")[1]
+    assert "own engine" in line(r, "vllm", "draft")[1]
     assert "--speculative-config" not in vllm_command(r)
 
 

@@ -10,7 +10,7 @@ from qspec.plan import KVScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
 from qspec.schema.quantization import KVSpec, QuantSpec, RotationSpec
-from qspec.schema.recipe import EvaluationSpec, MlpDraft, ModelSpec, NgramDraft, Recipe, SelfDraft, TaskSpec
+from qspec.schema.recipe import EvaluationSpec, MlpDraft, ModelSpec, Recipe, SelfDraft, TaskSpec
 from qspec.stages.build_plan import layer_scheme
 from qspec.stages.preflight import (
     device_findings,
@@ -18,7 +18,6 @@ from qspec.stages.preflight import (
     outlier_findings,
     pair_findings,
     raise_refused,
-    refuse_unbuilt,
     rotation_findings,
 )
 
@@ -112,14 +111,12 @@ def test_fp8_draft_kv_is_told_on_ada():
     assert "auto" in finding.fix
 
 
-def test_mlp_speculators_plan_and_do_not_run():
-    """Would catch a run that starts computing for a draft that qspec cannot make."""
-    base = recipe("h100", None, None)
-    mlp = base.model_copy(update={"draft": MlpDraft(kind="mlp_speculator", model="org/acc")})
-    assert [finding.level for finding in pair_findings(read_device("h100"), mlp)] == ["warning"]
-    with pytest.raises(RecipeError, match=r"kind: model .*self .*ngram"):
-        refuse_unbuilt(mlp)
-    refuse_unbuilt(base.model_copy(update={"draft": NgramDraft(kind="ngram")}))
+def test_mlp_speculators_are_served_by_nobody_else():
+    """Would catch a pair that is made for a server and that none serves, without a word."""
+    mlp = recipe("h100", None, None).model_copy(update={"draft": MlpDraft(kind="mlp_speculator", model="org/acc")})
+    (finding,) = pair_findings(read_device("h100"), mlp)
+    assert finding.level == "warning"
+    assert "qspec's own engine" in finding.rule
 
 
 @pytest.mark.parametrize("half", ["target", "draft"])

@@ -158,12 +158,9 @@ def test_a_losing_pair_is_told():
     assert "use a smaller or lower-precision draft" in remarks(view, "warning")
 
 
-def test_mlp_speculators_are_sized_and_not_admitted():
-    """Would catch `run` starting on a draft it cannot make, or `plan` refusing to size it."""
-    recipe = read("llama-2-13b-mlp-speculator-h100")
-    assert preview(recipe)["draft"]["parameters"] == 840_982_528
-    with pytest.raises(RecipeError, match="mlp_speculator"):
-        admit(recipe)
+def test_mlp_speculators_are_sized():
+    """Would catch a head that is planned with another number of parameters than the published one has."""
+    assert preview(read("llama-2-13b-mlp-speculator-h100"))["draft"]["parameters"] == 840_982_528
 
 
 def test_first_token_budget_bounds_the_prompts():

@@ -1,0 +1,83 @@
+"""How a speculator head is trained: what text, whose answers, how long, and the settings of the optimizer."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from qspec.schema.quantization import MOST, Strict
+
+Loss = Literal["cross_entropy", "kl", "overlap"]
+"""Towards the tokens, the target's law, or 1 - the sum of minima of both laws (what sampling accepts)."""
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class TextSource(Strict):
+    """Running text of stage 1: a data set (`eval/datasets.yaml`) or a file."""
+
+    name: str
+    weight: float = Field(default=1.0, gt=0, le=1e30)
+
+
+class PromptSource(Strict):
+    """Short requests of stage 2: the first `words` of a data set's rows, or `texts`, put into each of `ask` in turn."""
+
+    name: str | None = None
+    texts: tuple[str, ...] = ()
+    ask: tuple[str, ...] = Field(default=("{text}",), min_length=1)
+    words: int = Field(default=60, ge=1, le=1000)
+    weight: float = Field(default=1.0, gt=0, le=1e30)
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "PromptSource":
+        if (self.name is None) == (not self.texts):
+            raise ValueError("a source of prompts needs either `name` or `texts`; give one of them")
+        if any("{text}" not in ask for ask in self.ask):
+            raise ValueError("ask needs {text}, the place of the row's own words; add it")
+        return self
+
+
+class TrainingData(Strict):
+    """What the quantized target reads (stage 1) and writes (stage 2); its laws are kept as their `top` likeliest ids.
+
+    `greedy`: share of answers that are greedy, the others have temperature 1. `held_out`: share of the sequences that
+    the head is judged on and never trained on.
+    """
+
+    text: tuple[TextSource, ...] = Field(default=(TextSource(name="gutenberg"),), min_length=1)
+    text_tokens: int = Field(default=50_000, ge=1, le=MOST)
+    text_length: int = Field(default=256, ge=16, le=MOST)
+    prompts: tuple[PromptSource, ...] = Field(default=(PromptSource(name="self_instruct"),), min_length=1)
+    prompt_tokens: int = Field(default=96, ge=8, le=MOST, description="longer prompts are left out")
+    answer_tokens: int = Field(default=256, ge=16, le=MOST, description="most per answer")
+    answers: int = Field(default=1000, ge=1, le=MOST, description="sequences that the target writes")
+    greedy: Share = 0.5
+    top: int = Field(default=32, ge=1, le=1024)
+    held_out: float = Field(default=0.03, gt=0, lt=1)
+    batch: int = Field(default=16, ge=1, le=256, description="sequences that the target decodes at once")
+
+
+class TrainingSpec(Strict):
+    """Two stages of training; defaults of optimizer and schedule are those of fms-fsdp (`scripts/train_speculator.sh`).
+
+    The budget is `positions` (states that the head is trained on, each as often as it comes by) or `minutes`, from
+    which the number of steps is made once, after the first few; `stage1` is the share of steps before stage 2.
+    """
+
+    data: TrainingData = TrainingData()
+    loss: Loss = "cross_entropy"
+    positions: int | None = Field(default=None, ge=1, le=10**12)
+    minutes: float | None = Field(default=None, gt=0, le=10**6)
+    stage1: float = Field(default=15 / 21, ge=0, le=1, description="share of all steps")
+    batch: int = Field(default=512, ge=1, le=MOST, description="states per step")
+    rate: float = Field(default=1e-3, gt=0, le=1)
+    stage2_rate: float = Field(default=0.1, gt=0, le=1, description="of stage 1's")
+    weight_decay: float = Field(default=0.1, ge=0, le=1)
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    clip: float = Field(default=1.0, gt=0, le=1e6, description="largest norm of a step's gradient")
+    evaluate_every: int = Field(default=200, ge=1, le=MOST, description="steps; a checkpoint is written then")
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> "TrainingSpec":
+        if (self.positions is None) == (self.minutes is None):
+            raise ValueError("training needs a budget: either `positions` or `minutes`; give one of them")
+        return self

@@ -1,0 +1,205 @@
+"""What a speculator head learns from: states and laws of the quantized target on text, and on answers of its own.
+
+Letters: T rows of a sequence, H hidden size, K likeliest ids that are kept of a law. Row t holds a token, the target's
+final-norm state behind it, and the law of what follows. Files appear one by one and are never made twice.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+import random
+
+import torch
+from torch import Tensor
+
+from qspec.bridges.tensors import read_tensors, write_tensors
+from qspec.bridges.text import calibration_rows, requests
+from qspec.nn.lm import StatefulLM
+from qspec.numerics.probs import sample
+from qspec.progress import Progress
+from qspec.records import Tokenizer
+from qspec.schema.recipe import CalibrationSpec, DataSpec
+from qspec.schema.training import PromptSource, TrainingData
+from qspec.spec.types import draw_uniforms
+
+TEXT, ANSWERS = "text", "answers"
+_SEQUENCES = 64
+"""Sequences of a file."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sequence: tokens `[T]`, states `[T, H]` (float16), and laws as ids and probabilities `[T, K]`."""
+
+    tokens_T: Tensor
+    hidden_TH: Tensor
+    ids_TK: Tensor
+    probs_TK: Tensor
+    greedy: bool = False
+
+
+def make_data(
+    folder: Path,
+    lm: StatefulLM,
+    tokenizer: Tokenizer,
+    spec: TrainingData,
+    eos_ids: Collection[int],
+    seed: int,
+    progress: Progress,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Fill `folder` for both stages; a call that was killed goes on with the file that was not finished.
+
+    share: of the files, every `share[1]`-th from number `share[0]` on is this process's.
+    """
+    for name, parts in ((TEXT, text_parts(spec, tokenizer, seed)), (ANSWERS, prompt_parts(spec, tokenizer, seed))):
+        own = range(share[0], len(parts), share[1])
+        progress.stage(f"training data: {name}, {len(own)} files")
+        for i in progress.track(own, name, len(own), "file"):
+            path = folder / f"{name}-{i:05}.safetensors"
+            if not path.exists():
+                made = read_rows(lm, parts[i], spec)
+                if name == ANSWERS:
+                    made = answer(lm, parts[i], spec, eos_ids, torch.Generator().manual_seed(seed * 100_003 + i))
+                _write(path, list(made))
+                progress.say(f"{path.name} of {len(parts)}")
+
+
+def text_parts(spec: TrainingData, tokenizer: Tokenizer, seed: int) -> list[list[list[int]]]:
+    """Stage 1: rows of running text, those of a file together."""
+    data = tuple(DataSpec(name=source.name, weight=source.weight) for source in spec.text)
+    samples = max(1, spec.text_tokens // spec.text_length)
+    rows = calibration_rows(CalibrationSpec(data=data, samples=samples, length=spec.text_length), tokenizer, seed)
+    random.Random(seed).shuffle(rows)
+    return _parts(rows)
+
+
+def prompt_parts(spec: TrainingData, tokenizer: Tokenizer, seed: int) -> list[list[list[int]]]:
+    """Stage 2: short prompts, those of a file together."""
+    return _parts(list(islice(short_prompts(spec, tokenizer, seed), spec.answers)))
+
+
+def read_rows(lm: StatefulLM, rows: Sequence[list[int]], spec: TrainingData) -> Iterator[Rollout]:
+    """The target reads text."""
+    for row in rows:
+        lm.truncate(0)
+        tokens_T = torch.tensor(row)
+        laws = _likeliest(lm.forward(tokens_T), spec.top)
+        yield Rollout(tokens_T, lm.hidden(len(row)).half(), *laws)
+
+
+def short_prompts(spec: TrainingData, tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
+    """Tokens of requests through the chat template, sources mixed by weight, endlessly: every row, then again."""
+    generator = random.Random(seed)
+    pools = [_endless(source, seed) for source in spec.prompts]
+    weights = [source.weight for source in spec.prompts]
+    while True:
+        text = next(generator.choices(pools, weights)[0])
+        tokens = tokenizer.chat([{"role": "user", "content": text}])
+        if len(tokens) <= spec.prompt_tokens:
+            yield tokens
+
+
+def _endless(source: PromptSource, seed: int) -> Iterator[str]:
+    """Requests of one source in random order, each time around with another wording."""
+    texts = list(source.texts) or requests(source.name or "")
+    order = random.Random(f"{seed} {source.name} {source.ask[0]}")
+    for turn in range(10**9):
+        order.shuffle(texts)
+        for i, text in enumerate(texts):
+            yield source.ask[(i + turn) % len(source.ask)].format(text=" ".join(text.split(" ")[: source.words]))
+
+
+@dataclass
+class _Answer:
+    """A sequence on its way: rows so far, and what is fed next."""
+
+    lm: StatefulLM
+    greedy: bool
+    tokens: list[int]
+    hidden: list[Tensor]
+    laws: list[tuple[Tensor, Tensor]]
+    next: int = -1
+
+    def take(self, logits_1V: Tensor, uniform_1: Tensor, top: int) -> None:
+        """Note the newest row and choose the token behind it."""
+        self.hidden.append(self.lm.hidden().half())
+        self.laws.append(_likeliest(logits_1V, top))
+        drawn = logits_1V.argmax(-1) if self.greedy else sample(logits_1V.softmax(-1), uniform_1)
+        self.next = int(drawn)
+
+    def finished(self) -> Rollout:
+        ids, probs = zip(*self.laws, strict=True)
+        tokens_T = torch.tensor(self.tokens)
+        return Rollout(tokens_T, torch.cat(self.hidden), torch.cat(ids), torch.cat(probs), self.greedy)
+
+
+@torch.no_grad()
+def answer(
+    lm: StatefulLM,
+    prompts: Sequence[list[int]],
+    spec: TrainingData,
+    eos_ids: Collection[int],
+    generator: torch.Generator,
+) -> Iterator[Rollout]:
+    """Answers to `prompts`, `spec.batch` at once; rows begin with the prompt's last token."""
+    waiting, free = list(reversed(prompts)), [lm.fork() for _ in range(min(spec.batch, len(prompts)))]
+    active: list[_Answer] = []
+    while waiting or active:
+        while waiting and free:
+            prompt, sequence = waiting.pop(), free.pop()
+            sequence.truncate(0)
+            greedy = bool(draw_uniforms(1, generator) < spec.greedy)
+            begun = _Answer(sequence, greedy, prompt[-1:], [], [])
+            begun.take(sequence.forward(torch.tensor(prompt), last=1), draw_uniforms(1, generator), spec.top)
+            active.append(begun)
+        fed = [torch.tensor([one.next]) for one in active]
+        logits = lm.forward_many([one.lm for one in active], fed, [None] * len(active))
+        uniforms = draw_uniforms(len(active), generator).split(1)
+        for one, logits_1V, uniform_1 in zip(active, logits, uniforms, strict=True):
+            one.tokens.append(one.next)
+            one.take(logits_1V, uniform_1, spec.top)
+        for one in [one for one in active if one.next in eos_ids or len(one.tokens) >= spec.answer_tokens]:
+            active.remove(one)
+            free.append(one.lm)
+            yield one.finished()
+
+
+def read_data(folder: Path, stage: str) -> list[Rollout]:
+    """All sequences of a stage, in the order in which they were made."""
+    return [rollout for path in sorted(folder.glob(f"{stage}-*.safetensors")) for rollout in _sequences(path)]
+
+
+def _sequences(path: Path) -> Iterator[Rollout]:
+    stored = read_tensors(path)
+    counts = stored["lengths"].tolist()
+    tokens, hidden, ids, probs = (stored[name].split(counts) for name in ("tokens", "hidden", "ids", "probs"))
+    yield from map(Rollout, tokens, hidden, ids, probs, stored["greedy"].tolist())
+
+
+def _write(path: Path, made: list[Rollout]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.partial")
+    write_tensors(
+        part,
+        {
+            "lengths": torch.tensor([len(one.tokens_T) for one in made]),
+            "greedy": torch.tensor([one.greedy for one in made]),
+            "tokens": torch.cat([one.tokens_T for one in made]).int(),
+            "hidden": torch.cat([one.hidden_TH for one in made]),
+            "ids": torch.cat([one.ids_TK for one in made]),
+            "probs": torch.cat([one.probs_TK for one in made]),
+        },
+    )
+    part.replace(path)
+
+
+def _parts(rows: list[list[int]]) -> list[list[list[int]]]:
+    return [rows[at : at + _SEQUENCES] for at in range(0, len(rows), _SEQUENCES)]
+
+
+def _likeliest(logits_TV: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Ids (int32) and probabilities (float16) of the likeliest tokens `[T, K]`."""
+    values_TK, ids_TK = logits_TV.topk(min(top, logits_TV.shape[-1]))
+    return ids_TK.int(), (values_TK - logits_TV.logsumexp(-1, keepdim=True)).exp().half()

@@ -1,0 +1,125 @@
+"""Measure what a speculator head brings on Spec-Bench's prompts beside lookups, prompt by prompt in turn."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+import warnings
+
+from bench_cli import write_baseline
+import torch
+
+from qspec.bridges.speculator import read_config
+from qspec.nn.engines import engine_name
+from qspec.nn.mlp_speculator import MLPSpeculator
+from qspec.progress import Progress
+from qspec.provenance import environment
+from qspec.schema.recipe import BenchmarkSpec
+from qspec.spec.draft_length import Fixed
+from qspec.spec.drafters.combined import CombinedDrafter
+from qspec.spec.drafters.mlp import MlpDrafter
+from qspec.spec.drafters.ngram import NgramDrafter
+from qspec.spec.drafters.suffix import SuffixDrafter
+from qspec.spec.engine import generate
+from qspec.spec.types import Drafter, Sampling
+from qspec.stages.bench import load_requests
+from qspec.stages.bench_acceptance import acceptance
+from qspec.stages.bench_arm import Request, Run, steps_of
+from qspec.stages.check import real_vocab
+from qspec.stages.open_pair import LoadedPair, open_pair
+
+BASELINE = Path("eval/baselines/speculator.json")
+PAIR = Path("runs/smollm2-135m-mlp-cpu/pair")
+CATEGORIES = (
+    *("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
+    *("translation", "summarization", "qa", "math_reasoning", "rag"),
+)
+CHAT = CATEGORIES[:8]
+"""MT-bench's: what a chat asks."""
+
+
+def drafters(pair: LoadedPair, head: MLPSpeculator) -> dict[str, Drafter]:
+    """All that are compared; each drafts as many tokens as the head has stages."""
+    eos_ids, tokens = pair.model.arch.eos_ids, real_vocab(pair.model.tokenizer)
+    return {
+        "ngram": NgramDrafter(),
+        "suffix": SuffixDrafter(across_requests=False),
+        "mlp": MlpDrafter(head, eos_ids, tokens),
+        "mlp, 5 paths": MlpDrafter(head, eos_ids, tokens, candidates=5),
+        "ngram + mlp": CombinedDrafter(NgramDrafter(2, 3), MlpDrafter(head, eos_ids, tokens)),
+    }
+
+
+def measured(
+    pair: LoadedPair, arms: dict[str, Drafter], requests: list[Request], tokens: int, k: int, temperature: float
+) -> Iterator[Run]:
+    """Answers of every prompt, the drafters in turn."""
+    for i, request in enumerate(requests):
+        for name, drafter in arms.items():
+            eos_ids, generator = pair.model.arch.eos_ids, torch.Generator().manual_seed(i)
+            asked = request.tokens, tokens, Sampling(temperature), eos_ids, generator
+            yield Run(name, temperature, 0, i, generate(pair.target, drafter, Fixed(k), *asked))
+
+
+def rows_of(runs: list[Run], requests: list[Request]) -> Iterator[dict[str, Any]]:
+    """By drafter: over all prompts, over those of a chat, then by category."""
+    chat = [Request("chat", request.tokens) if request.category in CHAT else request for request in requests]
+    for name in dict.fromkeys(run.arm for run in runs):
+        own = [run for run in runs if run.arm == name and steps_of([run])]
+        grouped = [found for found in acceptance(name, own, chat, {}) if found.category == "chat"]
+        for found in [*grouped, *acceptance(name, own, requests, {})]:
+            kinds = {"all": CATEGORIES, "chat": CHAT}.get(found.category, (found.category,))
+            mine = [run for run in own if requests[run.prompt].category in kinds]
+            drafting = [step.t_draft for step in steps_of(mine) if step.drafted]
+            yield {
+                "drafter": name,
+                "category": found.category,
+                "temperature": found.temperature,
+                "alpha": round(found.alpha.value, 4),
+                "alpha_ci": [round(end, 4) for end in found.alpha.ci or ()],
+                "tokens_per_step": round(found.tokens_per_step, 4),
+                "ci": [round(end, 4) for end in found.tokens_per_step_ci or ()],
+                "per_position": [round(rate, 4) for rate in found.per_position],
+                "draft_ms": round(1000 * median(drafting), 3) if drafting else None,
+                "verify_ms": round(1000 * median(step.t_verify for step in steps_of(mine)), 3),
+                "n": found.prompts,
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pair", type=Path, nargs="?", default=PAIR)
+    parser.add_argument("--per-category", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    pair, progress = open_pair(options.pair), Progress()
+    assert pair.head is not None, f"{options.pair} has no speculator head"
+    spec = BenchmarkSpec(per_category=options.per_category, categories=CATEGORIES, max_new_tokens=options.tokens)
+    requests = load_requests(spec, pair.model.tokenizer, 1024 - options.tokens)[0]
+    facts = read_config(options.pair / "draft")["qspec"]
+    rows: list[dict[str, Any]] = []
+    for kind, rates in facts["held_out"].items():
+        temperature = 0.0 if kind == "greedy" else 1.0
+        held = {"category": "held-out answers, teacher-forced", "temperature": temperature}
+        rows += [{"drafter": f"head {i + 1}", **held, "alpha": rate} for i, rate in enumerate(rates)]
+    for temperature in options.temperatures:
+        progress.stage(f"temperature {temperature:g}")
+        arms, k = drafters(pair, pair.head), pair.head.shape.n_predict
+        rows += rows_of(list(measured(pair, arms, requests, options.tokens, k, temperature)), requests)
+    progress.close()
+    run = {"engine": engine_name(pair.target), "torch threads": str(torch.get_num_threads())}
+    run |= {"max_new_tokens": str(options.tokens), "drafted": str(pair.head.shape.n_predict)}
+    write_baseline(BASELINE, environment() | run, rows)
+    for row in rows:
+        if row["category"] in ("all", "chat"):
+            print(row)
+
+
+if __name__ == "__main__":
+    main()

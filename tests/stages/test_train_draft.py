@@ -1,0 +1,194 @@
+"""Training of a speculator head: data, resume, several processes, and the pair that comes of it."""
+
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from qspec import pipeline
+from qspec.errors import RecipeError
+from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
+from qspec.progress import Progress
+from qspec.schema.training import TrainingData, TrainingSpec
+from qspec.spec.drafters.mlp import MlpDrafter
+from qspec.stages import train_draft
+from qspec.stages.draft_data import Rollout
+from qspec.stages.head_data import draft_ids, frequent_ids, lay_out, split
+from tests.jobs import job
+from tests.tiny import tiny_model
+
+V, H, N = 20, 6, 2
+SPEC = TrainingSpec(positions=120 * 16, batch=16, stage1=0.5, stage2_rate=1.0, rate=0.03, evaluate_every=40, loss="kl")
+
+
+def rollouts(count: int, seed: int = 0) -> list[Rollout]:
+    """Sequences in which a token and the next one decide the one behind; the state is one-hot in the token."""
+    generator, found = torch.Generator().manual_seed(seed), []
+    for _ in range(count):
+        tokens = torch.randint(0, H, (2,), generator=generator).tolist()
+        while len(tokens) < 12:
+            tokens.append((tokens[-1] + 2 * tokens[-2] + 1) % H)
+        tokens_T = torch.tensor(tokens[:-1])
+        hidden_TH = torch.nn.functional.one_hot(tokens_T, H).half()
+        found.append(Rollout(tokens_T, hidden_TH, torch.tensor(tokens[1:])[:, None].int(), torch.ones(11, 1).half()))
+    return found
+
+
+def trained(folder: Path, spec: TrainingSpec = SPEC) -> tuple[MLPSpeculator, train_draft.Course]:
+    parts = [lay_out(rollouts(8, seed), N, None, V) for seed in (0, 1, 2)]
+    head = MLPSpeculator(SpeculatorShape(H, V, N, 16))
+    initialize(head, torch.Generator().manual_seed(0))
+    return head, train_draft.train(head, (parts[0], parts[1]), parts[2], spec, 0, folder, Progress(quiet=True))
+
+
+def test_heads_learn_what_can_be_known(tmp_path):
+    """Would catch heads that are shown the token they should guess, or labels of another position. The first head sees
+    both tokens that decide; the second one sees the two behind.
+    """
+    head, course = trained(tmp_path)
+    assert course.best > 2.5  # of 3: every token of a chain of two stands
+    assert course.curve[-1]["step"] == course.total == 120
+    lines = (tmp_path / "curve.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [40, 80, 120]
+    found = train_draft.judge(head, lay_out(rollouts(8, 2), N, None, V))
+    assert found.score == pytest.approx(course.best, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "kl", "overlap"])
+def test_every_loss_trains(tmp_path, loss):
+    """Would catch a loss without a gradient, or one that grows as the head gets better."""
+    course = trained(tmp_path, SPEC.model_copy(update={"loss": loss}))[1]
+    assert course.curve[-1]["loss"] < 0.8 * course.curve[0]["loss"]
+
+
+def test_a_resumed_training_ends_with_the_same_weights(tmp_path, monkeypatch):
+    """Would catch an optimizer, an order of batches or a schedule that starts anew."""
+    whole = trained(tmp_path / "whole")[0]
+    saved = train_draft._save
+
+    def killed(folder, head, best, optimizer, course):
+        saved(folder, head, best, optimizer, course)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_draft, "_save", killed)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path / "killed")
+    monkeypatch.undo()
+    again, course = trained(tmp_path / "killed")
+    assert [entry["step"] for entry in course.curve] == [40, 80, 120]
+    for mine, its in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_two_processes_train_what_one_does(tmp_path):
+    """Would catch gradients that are summed instead of averaged, or processes that read the same states."""
+    program = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        import torch
+        from qspec.stages.processes import processes
+        from tests.stages.test_train_draft import trained
+        with processes() as rank:
+            head, _ = trained(Path(sys.argv[1]))
+            if rank == 0:
+                torch.save(list(head.parameters()), sys.argv[1] + "/weights.pt")
+        """
+    )
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=shared | {"RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=600) for process in started] == [0, 0]
+    alone = trained(tmp_path / "alone")[0]
+    for mine, its in zip(torch.load(tmp_path / "weights.pt"), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-3)  # 120 steps of sums in another order
+
+
+def test_held_out_sequences_are_not_trained_on():
+    """Would catch a greedy answer that stands in both: it would be learned by heart and then judged."""
+    some = rollouts(6)
+    train, judged = split([*some, some[0]], 0.2)
+    assert len(judged) == 1
+    assert not any(torch.equal(one.tokens_T, judged[0].tokens_T) for one in train)
+
+
+def test_draft_ids_map_back():
+    """Would catch an id that becomes its neighbour, or one that is not known and becomes the last one."""
+    ids_D = frequent_ids(rollouts(4), 3, V)
+    assert ids_D is not None
+    numbers = draft_ids(torch.arange(V), ids_D, V)
+    assert torch.equal(ids_D[numbers[numbers >= 0]], (numbers >= 0).nonzero().flatten())
+    assert int((numbers >= 0).sum()) == 3
+    assert frequent_ids(rollouts(1), 0, V) is None
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A recipe and the head that was trained for it."""
+    folder = tmp_path_factory.mktemp("mlp")
+    model = tiny_model("llama", folder / "tiny")
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(f"the quick fox {i} jumps over the dog and {i + 1} cats" for i in range(60)))
+    data = {
+        "text": [{"name": str(text)}],
+        "prompts": [{"texts": ["foxes", "dogs", "cats"], "ask": ["Tell of {text}.", "What are {text}?"]}],
+        "text_tokens": 64,
+        "text_length": 32,
+        "prompt_tokens": 64,
+        "answer_tokens": 16,
+        "answers": 10,
+        "top": 8,
+        "held_out": 0.2,
+        "batch": 3,
+    }
+    training = {"data": data, "positions": 640, "batch": 32, "loss": "kl", "evaluate_every": 5}
+    draft = {"kind": "mlp_speculator", "model": str(folder / "out/head"), "n_predict": 2, "inner_dim": 16}
+    draft |= {"draft_vocab": 100, "shared": True, "scale_input": True, "training": training}
+    recipe = job(folder, model, draft)
+    head = pipeline.train_draft(recipe, folder / "out", Progress(quiet=True))
+    return recipe, head, folder
+
+
+def test_a_recipe_becomes_a_head_and_a_pair(made):
+    """Would catch a trained head that the pair does not hold, cannot open, or does not draft with."""
+    recipe, head, folder = made
+    facts = json.loads((head / "config.json").read_text())["qspec"]
+    assert facts["draft_vocab"] == 100
+    assert (head / "curve.jsonl").exists()
+    pair_folder = pipeline.run(recipe, folder / "run", progress=Progress(quiet=True))
+    assert any("2 speculator heads for 100 of 300 ids" in line for line in pipeline.check(pair_folder))
+    pair = pipeline.open_pair(pair_folder)
+    assert isinstance(pair.drafter, MlpDrafter)
+    drafting, plain = (pair.generate("the quick", 20, speculative=drafts).generation for drafts in (True, False))
+    assert drafting.tokens == plain.tokens
+    assert sum(step.drafted for step in drafting.steps) > 0
+    assert not any(one.served for one in pair.manifest.served_by if one.part == "draft")
+
+
+def test_data_is_made_once(made):
+    """Would catch answers that are written again by a second call, or that differ: a resumed run would mix them."""
+    recipe, _, folder = made
+    before = {path: path.stat().st_mtime_ns for path in (folder / "out/data").iterdir()}
+    pipeline.train_draft(recipe, folder / "out", Progress(quiet=True))
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "out/data").iterdir()}
+
+
+def test_what_cannot_be_trained_is_refused(made):
+    """Would catch a draft without training that fails late, and a head of other sizes than the recipe says."""
+    recipe, _, folder = made
+    with pytest.raises(RecipeError, match="training section"):
+        pipeline.train_draft(job(folder, folder / "tiny"), folder / "no")
+    other = recipe.model_copy(update={"draft": recipe.draft.model_copy(update={"n_predict": 3})})
+    with pytest.raises(RecipeError, match=r"n_predict 3: but its config.json says 2"):
+        pipeline.run(other, folder / "other", progress=Progress(quiet=True))
+    with pytest.raises(ValueError, match="either `positions` or `minutes`"):
+        TrainingSpec()
+    assert TrainingData().top == 32
