@@ -30,6 +30,7 @@ HOMES = {
     "datasets": "bridges.text",
     "huggingface_hub": "bridges.hub",
     "fsspec": "bridges.remote",
+    "vllm": "bridges.vllm_heads",
     "numpy": "bridges",
     "triton": "ops",
     "pydantic": "schema",

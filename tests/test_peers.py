@@ -45,7 +45,7 @@ from qspec.stages.kv_scales import key_biases
 from qspec.stages.load import load as load_model
 from qspec.stages.package import package
 from qspec.stages.pad import match_rows
-from qspec.stages.preflight import device_findings, refuse_unbuilt
+from qspec.stages.preflight import device_findings
 from qspec.stages.prepare import prepare
 from qspec.stages.quantize import quantize, unseen_experts
 from qspec.stages.store import Store
@@ -417,13 +417,13 @@ def test_T31_the_verifier_is_always_named_aloud(made: tuple[QuantizedModel, Quan
     assert json.loads(config.strip("'"))["model"] == "pair/draft"
 
 
-def test_T32_speculators_that_nobody_serves_are_refused_with_alternatives() -> None:
+def test_T32_speculators_that_servers_dropped_are_served_again() -> None:
     """Medusa and MLP speculators were trained and quantized, and vLLM had dropped them."""
     planned = a_recipe("h100", {}, {"kind": "mlp_speculator", "model": "org/speculator"})
-    with pytest.raises(RecipeError, match=r"kind: model .*self.*ngram"):
-        refuse_unbuilt(planned)
-    assert vllm_speculative_config(planned) is None
-    assert [s.served for s in exports(planned, read_device("h100")) if s.part == "draft"] == [False, False]
+    assert vllm_speculative_config(planned)["method"] == "custom_class"
+    drafts = {s.runtime: s for s in exports(planned, read_device("h100")) if s.part == "draft"}
+    assert (drafts["vllm"].served, drafts["transformers"].served) == (True, False)
+    assert "plugin" in drafts["vllm"].detail
 
 
 def test_T34_the_draft_is_quantized_on_disk(made: tuple[QuantizedModel, QuantizedModel], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import shlex
 from typing import Any
 
+from qspec.bridges.vllm_heads import FOLDER_KEY, PROPOSER
 from qspec.plan import KVScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import ADA, DeviceSheet, read_device
@@ -32,8 +33,8 @@ def exports(recipe: Recipe, sheet: DeviceSheet, arch: ArchMap | None = None) -> 
     return (*_vllm(recipe, sheet), *_transformers(recipe, arch))
 
 
-def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, Any] | None:
-    """The value of vLLM's --speculative-config; `draft` is the draft's folder. None: vLLM cannot serve this draft."""
+def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, Any]:
+    """The value of vLLM's --speculative-config; `draft` is the draft's folder."""
     length = recipe.speculation.draft_length
     k, by_batch = length.k, [list(entry) for entry in length.by_batch]
     batches = {"num_speculative_tokens_per_batch_size": by_batch} if by_batch else {}
@@ -44,8 +45,8 @@ def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, A
         case SuffixDraft(max_match=most, across_requests=across):
             depth = {"num_speculative_tokens": k, "suffix_decoding_max_tree_depth": most + k}
             return {"method": "suffix", **depth} | ({} if across else {"suffix_decoding_max_cached_requests": 0})
-        case MlpDraft():
-            return None
+        case MlpDraft(n_predict=most):
+            return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": min(k, most)}
     config: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, **batches}
     if recipe.draft.quantization.scheme != "none":
         config["quantization"] = "compressed-tensors"
@@ -76,8 +77,11 @@ def vllm_arguments(recipe: Recipe, pair: str = "pair", kv: KVScheme | None = Non
     arguments = ["--kv-cache-dtype", kv_flag(kv), *skip_flag(kv)]
     if recipe.speculation.max_length:
         arguments += ["--max-model-len", str(recipe.speculation.max_length)]
-    config = vllm_speculative_config(recipe, f"{pair}/draft") if draft else None
-    return arguments if config is None else [*arguments, "--speculative-config", json.dumps(config)]
+    if not draft:
+        return arguments
+    if isinstance(recipe.draft, MlpDraft):
+        arguments += ["--additional-config", json.dumps({FOLDER_KEY: f"{pair}/draft"})]
+    return [*arguments, "--speculative-config", json.dumps(vllm_speculative_config(recipe, f"{pair}/draft"))]
 
 
 def vllm_command(recipe: Recipe, pair: str = "pair", kv: KVScheme | None = None) -> str:
@@ -193,7 +197,7 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
     served, k = True, recipe.speculation.draft_length.k
     match recipe.draft:
         case MlpDraft():
-            served, detail = False, "mlp_speculator is gone since 0.33; qspec's own engine drafts with it"
+            detail = "by qspec's plugin (method custom_class; `pip install --no-deps qspec` beside vLLM), greedy drafts"
         case NgramDraft():
             detail = "method ngram: needs no draft files"
         case SuffixDraft():

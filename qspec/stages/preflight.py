@@ -86,10 +86,10 @@ def pair_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
     """Remarks about target and draft together."""
     if isinstance(recipe.draft, MlpDraft):
         yield Finding(
-            "warning",
+            "note",
             "draft.kind 'mlp_speculator'",
-            "vLLM serves none since 0.33; qspec's own engine drafts with it",
-            "for a server use kind: model, self, ngram or suffix",
+            "vLLM serves it by qspec's plugin alone, with greedy drafts, proven on its CPU build",
+            "install qspec in vLLM's environment too: pip install --no-deps qspec",
         )
     if not isinstance(recipe.draft, ModelDraft | SelfDraft):
         return

@@ -2,10 +2,13 @@
 
 import ast
 from dataclasses import replace
+import importlib
 import json
+import shlex
 
 import pytest
 
+from qspec.bridges.vllm_heads import FOLDER_KEY
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
@@ -71,13 +74,16 @@ def test_ada_drafts_keep_their_kv_dtype():
     assert found == ["auto", "auto", "fp8"]
 
 
-def test_mlp_speculators_are_served_by_nobody():
-    """Would catch a --speculative-config with a method that vLLM no longer has."""
-    r = recipe(draft={"kind": "mlp_speculator", "model": "org/acc"})
-    assert vllm_speculative_config(r) is None
-    assert line(r, "vllm", "draft")[0] is False
-    assert "own engine" in line(r, "vllm", "draft")[1]
-    assert "--speculative-config" not in vllm_command(r)
+def test_mlp_speculators_are_served_by_the_plugin():
+    """Would catch a method that vLLM no longer has, and a proposer that is not told where its head lies."""
+    r = recipe(draft={"kind": "mlp_speculator", "model": "org/acc", "n_predict": 2})
+    config = vllm_speculative_config(r)
+    assert (config["method"], config["num_speculative_tokens"]) == ("custom_class", 2)
+    module, _, name = config["model"].rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+    assert line(r, "vllm", "draft")[0] is True
+    words = shlex.split(vllm_command(r))
+    assert json.loads(words[words.index("--additional-config") + 1]) == {FOLDER_KEY: "pair/draft"}
 
 
 def test_truncated_self_drafts_are_ordinary_checkpoints():
