@@ -18,7 +18,7 @@ from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.records import LoadedModel
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import LookupDraft, ModelDraft, Recipe, SelfDraft
+from qspec.schema.recipe import LookupDraft, MlpDraft, Recipe, SelfDraft
 from qspec.schema.results import Measurement, Mismatch, Speed
 from qspec.schema.spec_matrix import SpecSubject, read_spec_matrix
 from qspec.spec.types import Drafter, Generation, StepRecord
@@ -26,7 +26,8 @@ from qspec.stages.bench import find_mismatches, load_requests, measure
 from qspec.stages.bench_arm import Arm, Request, Run
 from qspec.stages.bench_stats import ArmFacts, summarize
 from qspec.stages.check import real_vocab
-from qspec.stages.drafting import draft_policy, lookup_drafter, model_drafter
+from qspec.stages.drafting import draft_policy, lookup_drafter, mlp_drafter, model_drafter
+from qspec.stages.speculator_head import head_folder, open_head
 
 WORK = Path("runs/bench_spec")
 BASELINE = Path("eval/baselines/spec_bench.json")
@@ -133,15 +134,17 @@ class Bench:
         draft = recipe.draft
         if isinstance(draft, LookupDraft):
             return lookup_drafter(draft)
-        assert isinstance(draft, ModelDraft | SelfDraft)
+        real = real_vocab(self._model.tokenizer)
+        if isinstance(draft, MlpDraft):
+            head = open_head(head_folder(draft, self._model.arch), self._model)
+            return mlp_drafter(head, draft, self._model.arch, real)
         weights = digest(draft.model_dump(mode="json", exclude={"lookup", "tree"}))
-        tokenizer = self._model.tokenizer
         if weights not in self._drafts:
             self_draft = isinstance(draft, SelfDraft) and draft.layers is None
             model = self._model if self_draft else load_originals(recipe, self._progress).draft
             assert model is not None
             self._drafts[weights] = self._decoder(model, draft.quantization)
-        return model_drafter(self._drafts[weights], draft, self._model.arch, real_vocab(tokenizer))
+        return model_drafter(self._drafts[weights], draft, self._model.arch, real)
 
     def _decoder(self, model: LoadedModel, spec: QuantSpec) -> AnyDecoder:
         subject = self.comparison.subject
