@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qspec.numerics.blocks import to_blocks
 from qspec.ops.reference import fake_quantize
 from qspec.records import QLinear, QuantizedModel
 from tests.observed import ROWS
@@ -38,7 +39,8 @@ def _rounds_input(linear: QLinear) -> Any:
         if scheme is None:
             return None
         if scheme.dynamic and not scheme.fmt.is_float:  # compressed-tensors maps amax to 127.5, vLLM and qspec to 127
-            scale = args[0][0].abs().amax(-1) / ((scheme.fmt.qmax - scheme.fmt.qmin) / 2)
+            blocks = to_blocks(args[0][0], scheme.granularity)
+            scale = blocks.abs().amax(-1) / ((scheme.fmt.qmax - scheme.fmt.qmin) / 2)
         return fake_quantize(args[0][0], scheme, scale).unsqueeze(0)
 
     return hook

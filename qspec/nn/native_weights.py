@@ -67,8 +67,10 @@ def linear_obstacle(linear: QLinear) -> str | None:
 
 def _input_obstacle(activation: TensorScheme, weight: QTensor) -> str | None:
     granularity = activation.granularity
-    by_row = isinstance(granularity, PerToken) if activation.dynamic else isinstance(granularity, PerTensor)
-    if activation.fmt not in (INT8, FP8_E4M3) or not by_row or not activation.symmetric:
+    served = isinstance(granularity, PerToken) or _by_group(activation, weight)
+    if not activation.dynamic:
+        served = isinstance(granularity, PerTensor)
+    if activation.fmt not in (INT8, FP8_E4M3) or not served or not activation.symmetric:
         return f"{activation.fmt.name} inputs {granularity}"
     if activation.fmt.is_float != weight.fmt.is_float:
         return f"{activation.fmt.name} inputs of {weight.fmt.name} weights"
@@ -76,6 +78,11 @@ def _input_obstacle(activation: TensorScheme, weight: QTensor) -> str | None:
     if activation.fmt == INT8 and ((group != k and group % WORDS) or (weight.fmt == INT4 and k % WORDS)):
         return f"int8 inputs of groups of {group} in {k}"
     return None
+
+
+def _by_group(activation: TensorScheme, weight: QTensor) -> bool:
+    """Whether inputs have a scale for each group of the weight."""
+    return activation.fmt == INT8 and activation.granularity == PerGroup(_group(weight))
 
 
 def member_form(member: Member) -> Form:
@@ -87,7 +94,8 @@ def member_form(member: Member) -> Form:
     if member.activation is None:
         return kinds[weight.fmt.name], _FLOAT_INPUT, _group(weight), 0.0
     if not weight.fmt.is_float:
-        return _INT8_DOT if weight.fmt == INT8 else _INT4_DOT, _INT8_INPUT, _group(weight), scale
+        inputs = _INT8_GROUP_INPUT if _by_group(member.activation, weight) else _INT8_INPUT
+        return _INT8_DOT if weight.fmt == INT8 else _INT4_DOT, inputs, _group(weight), scale
     return _FP8, _FP8_INPUT, _group(weight), scale
 
 

@@ -105,8 +105,9 @@ def _width(scheme: LayerScheme, shape: tuple[int, int], dtype: torch.dtype, kern
 
 def _on_int8(scheme: LayerScheme) -> bool:
     """Whether integer kernels serve it (`ops.reference.is_int8_dynamic`)."""
-    into = scheme.activation
-    return scheme.weight.fmt == INT8 and into is not None and into.fmt == INT8 and into.dynamic
+    weight, into = scheme.weight, scheme.activation
+    whole = weight.fmt == INT8 and not isinstance(weight.granularity, PerGroup)
+    return whole and into is not None and into.fmt == INT8 and into.dynamic
 
 
 def _layer_bytes(

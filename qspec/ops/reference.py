@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qspec.numerics.affine import QTensor, quantize_activation_dynamic
-from qspec.numerics.blocks import PerToken, from_blocks, to_blocks
+from qspec.numerics.blocks import PerGroup, PerToken, from_blocks, to_blocks
 from qspec.numerics.codes import dequantize_blocks, quantize_blocks, symmetric_scale
 from qspec.numerics.formats import INT8
 from qspec.plan import TensorScheme
@@ -52,6 +52,9 @@ def linear(x_TK: Tensor, weight: QTensor, activation: TensorScheme | None, input
     """A quantized linear layer without bias, `[T, N]` float32."""
     if is_int8_dynamic(weight, activation):
         return int8_linear(x_TK, weight.codes, weight.scale)
+    if activation is not None and is_int8_grouped(weight, activation):
+        by_group = isinstance(activation.granularity, PerGroup)
+        return grouped_int8_linear(x_TK, weight.codes, weight.scale, weight.zero_point, by_group)
     x_TK = x_TK.float() if activation is None else fake_quantize(x_TK, activation, input_scale)
     return x_TK @ weight.dequantize().T
 
@@ -61,6 +64,14 @@ def is_int8_dynamic(weight: QTensor, activation: TensorScheme | None) -> bool:
     if activation is None or activation.fmt.name != "int8" or weight.fmt.name != "int8":
         return False
     return activation.dynamic and isinstance(activation.granularity, PerToken) and weight.scale.shape[-1] == 1
+
+
+def is_int8_grouped(weight: QTensor, activation: TensorScheme) -> bool:
+    """Whether integers are multiplied in groups: of INT8 or INT4 weights, under run-time inputs per token or group."""
+    if weight.fmt.is_float or activation.fmt != INT8 or not activation.dynamic:
+        return False
+    grouped = isinstance(weight.granularity, PerGroup)
+    return grouped and (isinstance(activation.granularity, PerToken) or activation.granularity == weight.granularity)
 
 
 def decode_fp8(codes: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ STATIC_OR_DYNAMIC: frozenset[Scheme] = frozenset(("W8A8", "FP8", "FP8_DYNAMIC"))
 """Schemes whose inputs may have one stored scale, or one per token at run time."""
 MOST = 1_000_000
 """Of anything that is counted: what is above it is a slip, and would fill the memory or never end."""
+GROUP = 128
+"""Inputs that share a scale of W4A16 and W4A8 where a recipe does not say."""
 RANDOM_ROWS = 8
 """Default of `QuantSpec.random_rows`."""
 
@@ -168,7 +170,12 @@ class QuantSpec(Strict):
     engine: Literal["qspec", "llmcompressor"] = "qspec"
     scheme: Scheme = "W8A8"
     method: Literal["rtn", "gptq", "smoothquant+gptq", "awq", "autoround"] = "rtn"
-    group_size: int = Field(default=128, gt=0, le=MOST, description="W4A16 and W4A8 only")
+    group_size: int | None = Field(
+        default=None,
+        gt=0,
+        le=MOST,
+        description=f"inputs that share a scale: of W4A16 and W4A8 ({GROUP}), and of W8A8 (none: a scale per row)",
+    )
     clip: ClipSpec = ClipSpec()
     smoothing: SmoothingSpec | None = None
     rotation: RotationSpec | None = None
@@ -190,6 +197,13 @@ class QuantSpec(Strict):
     rules: tuple[RuleSpec, ...] = ()
     ignore: tuple[Pattern, ...] = ("lm_head",)
     kv: KVSpec | None = None
+
+    @property
+    def int8_groups(self) -> bool:
+        """Whether W8A8 has scales per group somewhere: where a size stands beside it, not as a candidate of `mixed`."""
+        own = [(rule.scheme, rule.group_size) for rule in self.rules]
+        whole = [] if self.mixed is not None else [(self.scheme, self.group_size)]
+        return any(scheme == "W8A8" and size is not None for scheme, size in (*own, *whole))
 
     @property
     def transforms_inputs(self) -> bool:
@@ -242,6 +256,8 @@ class QuantSpec(Strict):
         if self.activation_scales == "auto" and not self.schemes & STATIC_OR_DYNAMIC:
             names = ", ".join(sorted(STATIC_OR_DYNAMIC))
             raise ValueError(f"activation_scales auto chooses for the schemes {names}; set one, or leave it out")
+        if self.activation_scales == "auto" and self.int8_groups:
+            raise ValueError("W8A8 in groups makes its scales at run time; leave activation_scales or group_size out")
         if self.fp8_format == "adaptive" and not any(scheme.startswith("FP8") for scheme in self.schemes):
             raise ValueError("fp8_format adaptive chooses for FP8 schemes; set scheme: FP8 or FP8_DYNAMIC")
         if self.clip.method == "kl" and "FP8" not in self.schemes and self.activation_scales != "auto":

@@ -11,7 +11,7 @@ from qspec.numerics.formats import FORMATS, FP8_E4M3, FP8_E5M2, INT4, INT8
 from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
-from qspec.schema.quantization import KVPartSpec, KVSpec, QuantSpec
+from qspec.schema.quantization import GROUP, KVPartSpec, KVSpec, QuantSpec
 from qspec.stages.preflight import device_findings, raise_refused
 
 BLOCK = 128
@@ -26,19 +26,28 @@ def build_plan(spec: QuantSpec) -> QuantPlan:
     """The plan that a recipe's `quantization` means: `ignore` first, then `rules`, then the scheme for the rest."""
     clip = Clip(spec.clip.method, spec.clip.percentile)
     ignored = tuple(Rule(match, None) for match in spec.ignore)
-    named = [(r.match, layer_scheme(r.scheme, r.group_size or spec.group_size, clip)) for r in spec.rules]
-    rules = tuple(Rule(match, with_outliers(scheme, spec)) for match, scheme in named)
-    default = with_outliers(layer_scheme(spec.scheme, spec.group_size, clip), spec)
+    rules = tuple(Rule(r.match, _asked(r.scheme, r.group_size, spec, clip)) for r in spec.rules)
+    default = _asked(spec.scheme, spec.group_size if spec.mixed is None else None, spec, clip)
     return QuantPlan(default, ignored + rules, kv_scheme(spec.kv))
 
 
-def with_outliers(scheme: LayerScheme | None, spec: QuantSpec) -> LayerScheme | None:
-    """The scheme with the share of weights that the recipe keeps apart."""
-    share = spec.outliers.share if spec.outliers is not None else 0.0
-    return scheme if scheme is None else replace(scheme, outliers=share)
+def _asked(name: str, own_group: int | None, spec: QuantSpec, clip: Clip) -> LayerScheme | None:
+    """The scheme as the recipe has it. W8A8 is in groups only where a size stands beside its name (`own_group`)."""
+    scheme = layer_scheme(name, own_group or spec.group_size or GROUP, clip)
+    if scheme is None:
+        return None
+    scheme = replace(scheme, outliers=spec.outliers.share if spec.outliers is not None else 0.0)
+    return in_groups(scheme, own_group) if name == "W8A8" and own_group is not None else scheme
 
 
-def layer_scheme(name: str, group_size: int = BLOCK, clip: Clip = ABSMAX) -> LayerScheme | None:
+def in_groups(scheme: LayerScheme, size: int) -> LayerScheme:
+    """The scheme with a scale per `size` inputs, of weights and of activations alike."""
+    assert scheme.activation is not None
+    weight, activation = (replace(part, granularity=PerGroup(size)) for part in (scheme.weight, scheme.activation))
+    return replace(scheme, weight=weight, activation=activation)
+
+
+def layer_scheme(name: str, group_size: int = GROUP, clip: Clip = ABSMAX) -> LayerScheme | None:
     """Formats behind a scheme name (compressed-tensors' presets, and `_STATIC` twins of the dynamic ones); none: None.
 
     `clip` is for weights. `kl` is for whole tensors: weights with one scale, and static inputs.

@@ -18,6 +18,7 @@ _NO_SPARSE = "no server runs dense + sparse weights (outliers); qspec's own engi
 _STOPS_AT_SPARSE = "stops at format dense-and-sparse: it cannot run outliers"
 _STOPS_AT_E5M2 = "stops at type float8_e5m2 where a layer has it (the notes tell): it reads float8 as E4M3 only"
 _NO_W4A8 = "W4A8: vLLM has a kernel for it on Arm CPUs alone, not proven here; qspec's own engine runs it, or use W4A16"
+_NO_INT8_GROUPS = "W8A8 in groups: vLLM refuses the checkpoint at load; qspec's own engine runs it, or omit group_size"
 _HEAD = "; lm_head is quantized too, by a target pattern of its own: vLLM reads that, no run here proves it"
 _READS_NO_INT8_EXPERTS = "stops at INT8 experts: it unpacks those in INT4 and FP8 only"
 _VLLM_LACKS = {
@@ -147,6 +148,8 @@ def _vllm_weights(spec: QuantSpec, sheet: DeviceSheet, folder: str) -> tuple[boo
         detail += _HEAD
     if "W4A8" in spec.schemes:
         served, detail = False, _NO_W4A8
+    if spec.int8_groups:
+        served, detail = False, _NO_INT8_GROUPS
     if spec.outliers is not None:
         served, detail = False, _NO_SPARSE
     if spec.transforms_inputs:

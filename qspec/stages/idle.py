@@ -29,12 +29,12 @@ def _quantization(half: PlannedHalf) -> Iterator[Said]:
     spec, schemes = half.spec, [scheme for scheme in half.possible.values() if scheme is not None]
     if spec.mixed is not None and spec.scheme != QuantSpec().scheme:
         yield f"scheme {spec.scheme}", "mixed solves every layer's scheme in its place", "name it in mixed.candidates"
-    if spec.group_size != QuantSpec().group_size and not any(map(_in_groups, schemes)):
-        yield f"group_size {spec.group_size}", "no layer has scales per group", "omit it, or use a W4 scheme"
+    if spec.group_size is not None and not any(map(_in_groups, schemes)):
+        yield f"group_size {spec.group_size}", "no layer has scales per group", "omit it, or use W8A8 or a W4 scheme"
     for own in spec.rules:
-        if own.group_size is not None and not _in_groups(layer_scheme(own.scheme)):
+        if own.group_size is not None and own.scheme != "W8A8" and not _in_groups(layer_scheme(own.scheme)):
             value = f"rules: group_size {own.group_size} of {own.match}"
-            yield value, f"{own.scheme} has no scales per group", "omit it, or use a W4 scheme"
+            yield value, f"{own.scheme} has no scales per group", "omit it, or use W8A8 or a W4 scheme"
     smoothing = spec.smoothing
     if smoothing is not None and smoothing.strength != "auto" and smoothing.grid != SmoothingSpec().grid:
         rule = f"strength {smoothing.strength:g} is given, and nothing is tried"

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qspec.errors import RecipeError
-from qspec.numerics.formats import FP8_E5M2, INT4
+from qspec.numerics.blocks import PerGroup
+from qspec.numerics.formats import FP8_E5M2, INT4, INT8
 from qspec.plan import KVScheme, LayerScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import ADA, DeviceSheet
@@ -118,6 +119,9 @@ def _scheme_findings(sheet: DeviceSheet, scheme: LayerScheme, dtype: str) -> Ite
         rule = "no server multiplies INT4 weights with INT8 inputs but vLLM on Arm CPUs; qspec's own engine (CPU) does"
         fix = "use scheme: W4A16 or W8A8 to serve it elsewhere"
         yield Finding("note" if sm is None else "refused", value, rule, fix)
+    elif scheme.weight.fmt == INT8 and isinstance(scheme.weight.granularity, PerGroup):
+        rule = "no server multiplies INT8 in groups; qspec's own engine (CPU) does"
+        yield Finding("note" if sm is None else "refused", value, rule, "leave group_size out to serve it elsewhere")
     elif scheme.activation is not None and not fp8 and sm is not None and not 75 <= sm <= 90:
         yield Finding("refused", value, "INT8 matmul kernels exist for SM75 to SM90 only", "use scheme: FP8_DYNAMIC")
     if fp8 and sm is not None and sm < ADA:

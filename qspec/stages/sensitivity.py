@@ -27,7 +27,7 @@ from qspec.plan import LayerScheme, QuantPlan, Rule
 from qspec.progress import Progress
 from qspec.provenance import atomic_write
 from qspec.records import LayerStats, LoadedModel, QuantizedModel
-from qspec.schema.quantization import QuantSpec
+from qspec.schema.quantization import GROUP, QuantSpec
 from qspec.schema.scores import Basis, Scores, UnitScore
 from qspec.stages.allocate import assumed_plan
 from qspec.stages.build_plan import build_plan
@@ -121,7 +121,7 @@ def basis(model: LoadedModel, rows: Sequence[list[int]], spec: QuantSpec, width:
         model=model.source.get("sha256", ""),
         metric=spec.mixed.metric,
         candidates=spec.mixed.candidates,
-        group_size=spec.group_size,
+        group_size=spec.group_size or GROUP,
         width=width,
         settings=_digest(shaping | {"layers": model.arch.linears()}),
         text=_digest(sample),

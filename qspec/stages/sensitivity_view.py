@@ -13,7 +13,7 @@ from qspec.progress import Progress
 from qspec.records import ArchMap
 from qspec.schema.overrides import set_value
 from qspec.schema.problems import validate
-from qspec.schema.quantization import MixedSpec, QuantSpec
+from qspec.schema.quantization import GROUP, MixedSpec, QuantSpec
 from qspec.schema.recipe import Recipe
 from qspec.schema.scores import Scores, UnitScore
 from qspec.stages.allocate import Solution, assumed_plan, best_uniform, solve
@@ -180,7 +180,7 @@ def _recipe(reference: str, bits: Sequence[float], overrides: Sequence[str]) -> 
 def _group(arch: ArchMap) -> int:
     """Largest usual group size that divides the inputs of every layer; else the default, whose refusal says more."""
     common = math.gcd(*(arch.linear_shape(layer)[1] for layer in arch.linears()))
-    return fitting_group(common) or 128
+    return fitting_group(common) or GROUP
 
 
 def _budgets(spec: QuantSpec, bits: Sequence[float]) -> tuple[MixedSpec, ...]:

@@ -52,8 +52,9 @@ class Sizes:
 def candidate_plans(spec: QuantSpec) -> dict[str, QuantPlan]:
     """By candidate of `spec.mixed`: the recipe's plan with it as the scheme of all that the rules leave open."""
     assert spec.mixed is not None
-    uniform = spec.model_copy(update={"mixed": None})
-    return {name: build_plan(uniform.model_copy(update={"scheme": name})) for name in spec.mixed.candidates}
+    size = spec.group_size
+    parts = {name: {"scheme": name, "group_size": None if name == "W8A8" else size} for name in spec.mixed.candidates}
+    return {name: build_plan(spec.model_copy(update={"mixed": None, **part})) for name, part in parts.items()}
 
 
 def candidate_schemes(spec: QuantSpec) -> dict[str, LayerScheme | None]:

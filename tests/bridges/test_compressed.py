@@ -32,6 +32,7 @@ SPECS = {
     "fp8_dynamic": QuantSpec(scheme="FP8_DYNAMIC"),
     "fp8_block": QuantSpec(scheme="FP8_BLOCK"),
     "w8a8": QuantSpec(scheme="W8A8"),
+    "w8a8_g32": QuantSpec(scheme="W8A8", group_size=32),
     "w4a16_g64": QuantSpec(scheme="W4A16", group_size=64),
     "w4a16_g32_head": QuantSpec(scheme="W4A16", group_size=32, ignore=()),
     "w4a8_g32_head": QuantSpec(scheme="W4A8", group_size=32, ignore=()),
@@ -60,7 +61,17 @@ def same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8_static", "fp8_dynamic", "fp8_block", "w8a8", "w4a16_g64", "w4a16_g32_head", "w4a8_g32_head", "mixed"],
+    [
+        "fp8_static",
+        "fp8_dynamic",
+        "fp8_block",
+        "w8a8",
+        "w8a8_g32",
+        "w4a16_g64",
+        "w4a16_g32_head",
+        "w4a8_g32_head",
+        "mixed",
+    ],
 )
 def test_transformers_computes_the_same(source: Path, tmp_path: Path, name: str) -> None:
     """Would catch a wrong scale shape, packing order, target or status: all load, and compute something else."""

@@ -51,10 +51,11 @@ def test_4_bit_methods_beat_rounding(
     assert loss(source, model, spec("W4A16", method, group_size=32), tmp_path / "work") < nearest
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "smoothquant+gptq"])
-def test_8_bit_methods(source: Path, model: LoadedModel, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "group"), [("rtn", None), ("rtn", 32), ("gptq", None), ("smoothquant+gptq", None)])
+def test_8_bit_methods(source: Path, model: LoadedModel, tmp_path: Path, method: str, group: int | None) -> None:
     """Would catch a smoothed norm that is dropped when the result is read back, or int8 scales off by a factor."""
-    assert loss(source, model, spec("W8A8", method), tmp_path) < 0.1  # rounding to nearest: about 0.04
+    chosen = spec("W8A8", method, group_size=group)
+    assert loss(source, model, chosen, tmp_path) < 0.1  # rounding to nearest: about 0.04
 
 
 def test_rules_clip_and_kv_reach_the_library(model: LoadedModel, tmp_path: Path) -> None:

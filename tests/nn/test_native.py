@@ -39,7 +39,7 @@ from tests.tiny import KINDS, NEWER_KINDS, VOCAB_SIZE, tiny_model
 ALL_KINDS = (*KINDS, *NEWER_KINDS)
 
 TOKENS = torch.randint(5, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(1))
-SCHEMES = ("W8A8", "W4A16", "W4A8", "FP8", "FP8_DYNAMIC")
+SCHEMES = ("W8A8", "W8A8 g32", "W4A16", "W4A8", "FP8", "FP8_DYNAMIC")
 SETS = ("portable", "avx2", "avx512", "amx")
 CACHES = (None, KVSpec(format="int8", granularity="token_head"), KVSpec(), KVSpec(granularity="head"))
 
@@ -58,7 +58,7 @@ def one_of(isa: str) -> str:
 
 
 Make = Callable[..., QuantizedModel]
-"""`make(kind, scheme, kv, **overrides of the config)`."""
+"""`make(kind, scheme, kv, **overrides of the config)`; groups are of 32."""
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         model = load_folder(tiny_model(kind, tmp_path_factory.mktemp(kind), **dict(overrides)))
         return model, calibrate(model, [TOKENS.tolist()])
 
-    def quantized(kind: str, scheme: Any = "W8A8", kv: KVSpec | None = None, **overrides: Any) -> QuantizedModel:
+    def quantized(kind: str, scheme: str = "W8A8", kv: KVSpec | None = None, **overrides: Any) -> QuantizedModel:
         model, stats = build(kind, tuple(overrides.items()))
-        return quantize(model, stats, build_plan(QuantSpec(scheme=scheme, group_size=32, kv=kv)))
+        name, grouped, _ = scheme.partition(" g")
+        group = 32 if grouped or name.startswith("W4") else None
+        spec = QuantSpec.model_validate({"scheme": name, "group_size": group, "kv": kv})
+        return quantize(model, stats, build_plan(spec))
 
     return quantized
 
@@ -161,7 +164,9 @@ def test_int8_products_are_exact(n: int, k: int, isa: str) -> None:
         (INT8, PerGroup(64), None),
         (INT8, PerTensor(), TensorScheme(INT8, PerTensor())),
         (INT8, PerGroup(32), TensorScheme(INT8, PerToken(), dynamic=True)),
+        (INT8, PerGroup(64), TensorScheme(INT8, PerGroup(64), dynamic=True)),
         (INT4, PerGroup(32), TensorScheme(INT8, PerToken(), dynamic=True)),
+        (INT4, PerGroup(32), TensorScheme(INT8, PerGroup(32), dynamic=True)),
         (INT4, PerGroup(128), TensorScheme(INT8, PerTensor())),
         (INT4, PerChannel(), TensorScheme(INT8, PerToken(), dynamic=True)),
         (FP8_E4M3, PerChannel(), None),
@@ -180,6 +185,8 @@ def test_every_format_equals_its_reference(
     x_TK[2] *= 1e-3
     got = native_linear(pack_linears([linear], [None]), x_TK, one_of(isa))
     want = reference.linear(x_TK, linear.weight, activation, linear.input_scale)
+    if activation is not None and reference.is_int8_grouped(linear.weight, activation):
+        assert torch.equal(got, want)
     # float32 sums of 384 products in another order
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 

@@ -7,9 +7,10 @@ import pytest
 from qspec.errors import RecipeError
 from qspec.numerics.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from qspec.numerics.clipping import Clip
-from qspec.numerics.formats import FP8_E5M2
+from qspec.numerics.formats import FP8_E5M2, INT8
+from qspec.plan import TensorScheme
 from qspec.records import ArchMap
-from qspec.schema.quantization import ClipSpec, KVSpec, QuantSpec, RuleSpec, SmoothingSpec
+from qspec.schema.quantization import ClipSpec, KVSpec, MixedSpec, QuantSpec, RuleSpec, SmoothingSpec
 from qspec.stages.build_plan import (
     build_plan,
     layer_scheme,
@@ -18,6 +19,7 @@ from qspec.stages.build_plan import (
     scheme_label,
     validate_plan,
 )
+from qspec.stages.units import candidate_schemes
 
 ARCH = ArchMap(
     model_type="llama",
@@ -67,6 +69,22 @@ def test_ignore_rules_clip_and_kv_reach_the_plan():
     assert scheme_label(schemes["model.layers.1.mlp.up_proj"]) == "W8A8 percentile"
     assert schemes["model.layers.0.mlp.up_proj"].weight.clip.percentile == 99.0
     assert (plan.kv.fmt.name, plan.kv.granularity, plan.kv.scales) == ("fp8_e4m3", "head", "cast")
+
+
+def test_8_bits_are_in_groups_where_a_size_stands_beside_them():
+    """Would catch a size that inputs do not get too, or that a rule's or a candidate's W8A8 takes from its recipe."""
+    by_rule = (RuleSpec(match="o_proj", scheme="W8A8", group_size=64), RuleSpec(match="down_proj", scheme="W8A8"))
+    plan = build_plan(QuantSpec(scheme="W8A8", group_size=32, rules=by_rule))
+    schemes = [rule.scheme for rule in plan.rules[-2:]] + [plan.default]
+    assert [scheme_label(scheme) for scheme in schemes] == ["W8A8 g64", "W8A8", "W8A8 g32"]
+    assert plan.default.activation == TensorScheme(INT8, PerGroup(32), dynamic=True)
+    solved = QuantSpec(group_size=32, mixed=MixedSpec(bits=6))
+    assert list(map(scheme_label, candidate_schemes(solved).values())) == ["W4A16 g32", "W8A8", "none"]
+    assert [spec.int8_groups for spec in (solved, QuantSpec(rules=by_rule), QuantSpec(group_size=32))] == [
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("part", ["q_proj", "v_proj", "gate_proj"])

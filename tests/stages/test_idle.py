@@ -39,7 +39,7 @@ def told(folder: Path, spec: dict[str, Any], tied: bool = False, **sections: Any
     ("spec", "field"),
     [
         ({"scheme": "W4A16", "group_size": 32, "mixed": {"bits": 9}}, "scheme W4A16"),
-        ({"scheme": "W8A8", "group_size": 32}, "group_size 32"),
+        ({"scheme": "FP8_DYNAMIC", "group_size": 32}, "group_size 32"),
         ({"rules": [{"match": "o_proj", "scheme": "none", "group_size": 32}]}, "rules: group_size 32 of o_proj"),
         ({"smoothing": {"strength": 0.5, "grid": 9}}, "smoothing.grid 9"),
         ({"clip": {"method": "mse", "percentile": 99}}, "clip.percentile 99"),

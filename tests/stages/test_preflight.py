@@ -11,7 +11,7 @@ from qspec.records import ArchMap
 from qspec.schema.devices import read_device
 from qspec.schema.quantization import KVSpec, QuantSpec, RotationSpec
 from qspec.schema.recipe import EvaluationSpec, MlpDraft, ModelSpec, Recipe, SelfDraft, TaskSpec
-from qspec.stages.build_plan import layer_scheme
+from qspec.stages.build_plan import build_plan, layer_scheme
 from qspec.stages.preflight import (
     device_findings,
     format_findings,
@@ -49,6 +49,14 @@ def said(device: str, scheme: str = "none", kv: KVScheme | None = None, dtype: s
 def test_scheme_rules(device: str, scheme: str, dtype: str, level: str, part: str):
     """Would catch a rule that no longer fires, or fires at another level."""
     assert [text for lev, text in said(device, scheme, None, dtype) if lev == level and part in text]
+
+
+@pytest.mark.parametrize(("device", "level"), [("cpu", "note"), ("h100", "refused")])
+def test_8_bits_in_groups_run_here_alone(device: str, level: str):
+    """Would catch a checkpoint made for a server that stops at its groups."""
+    scheme = build_plan(QuantSpec(group_size=32)).default
+    (found,) = device_findings(read_device(device), {"l": scheme}, None)
+    assert (found.level, found.fix) == (level, "leave group_size out to serve it elsewhere")
 
 
 @pytest.mark.parametrize(
