@@ -42,7 +42,7 @@ def load_pair(folder: str | Path, memory_limit: str | int | None = None, direct_
     """Open a pair to generate with it. Raises `qspec.errors.IntegrityError` if the folder is none.
 
     memory_limit: bytes that the target's weights and caches may take, or `"2GiB"`; layers beyond it are read from disk
-    for every pass. direct_io: read them past the system's file cache.
+    for every pass. direct_io: past the system's file cache.
     """
     from qspec.stages.open_pair import open_pair
 

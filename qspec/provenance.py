@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 import platform
 import shutil
+from typing import BinaryIO
 
 from qspec.errors import OutputError
 
@@ -74,6 +75,13 @@ def require_space(path: str | Path, size: int) -> None:
 
 def atomic_write(path: str | Path, content: bytes | str) -> None:
     """Write a whole file or nothing (text as UTF-8); makes missing parent folders. Raises `OutputError`."""
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file that takes its place when the block ends, and vanishes when the block raises. Raises `OutputError`."""
     path = Path(path)
     part = path.with_name(f".{path.name}.partial")
     with _output_errors(path):
@@ -82,7 +90,7 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(part, "wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)

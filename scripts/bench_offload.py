@@ -1,147 +1,204 @@
-"""Measure plain and speculative decoding of a pair whose target is streamed from disk, prompt by prompt in turn."""
+"""Decode with and without drafts while a target's layers are in memory, or read for every pass, in turns by prompt."""
 
-import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 import json
 import mmap
 import os
 from pathlib import Path
+import re
 from statistics import median, quantiles
 import time
 from typing import Any
-import warnings
 
-from bench_cli import write_baseline
+from bench_cli import digest, read_options, write_baseline
+from bench_spec import PLAIN, WORK, Bench, Comparison
 import torch
 
-from qspec.errors import RecipeError
-from qspec.nn.offload import OffloadedDecoder
+from qspec.nn.engines import AnyDecoder, open_decoder
+from qspec.nn.offload import OffloadedDecoder, Reading, packed_path
 from qspec.progress import Progress
 from qspec.provenance import environment
-from qspec.schema.recipe import BenchmarkSpec
-from qspec.spec.draft_length import Fixed
-from qspec.spec.drafters.ngram import NgramDrafter
+from qspec.schema.spec_matrix import OffloadSubject, read_spec_matrix
 from qspec.spec.engine import generate
-from qspec.spec.types import Drafter, Generation, Sampling
-from qspec.stages.bench import load_requests
-from qspec.stages.open_pair import LoadedPair, open_pair
+from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
+from qspec.stages.bench_arm import Request
+from qspec.stages.drafting import draft_policy
 
 BASELINE = Path("eval/baselines/offload.json")
-PAIR = Path("runs/smollm2-135m-int8-cpu/pair")
-CHUNK = 16 << 20
+CHUNK = 4 << 20
+WARM_UP_TOKENS = 2
+ANSWERS = {"copying": ("summarization", "rag"), "chat": ("writing",)}
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A target and how it decodes."""
+    """A target with a share of its layers in memory, and how it decodes."""
 
-    pair: LoadedPair
+    share: float
+    draft: str
+    policy: str
+    target: AnyDecoder
     drafter: Drafter | None = None
-    k: int = 0
+    length: DraftLength | None = None
 
-    def run(self, prompt: list[int], tokens: int) -> Generation:
-        return generate(
-            self.pair.target,
+    def run(self, request: Request, tokens: int) -> "Run":
+        before = reading(self.target)
+        generation = generate(
+            self.target,
             self.drafter,
-            Fixed(self.k) if self.drafter else None,
-            prompt,
+            self.length,
+            request.tokens,
             tokens,
             Sampling(),
             (),  # as many tokens from every arm
             torch.Generator().manual_seed(0),
+            domain=request.category,
         )
+        return Run(self, request.category, generation, reading(self.target).since(before))
 
 
-def disk_bytes_per_second(path: Path) -> float:
-    """A file read once from beginning to end, past the system's file cache."""
-    buffer, file = mmap.mmap(-1, CHUNK), os.open(path, os.O_RDONLY | os.O_DIRECT)
-    begin, at = time.perf_counter(), 0
-    while count := os.preadv(file, [buffer], at):
-        at += count
-    os.close(file)
-    return at / (time.perf_counter() - begin)
+@dataclass(frozen=True)
+class Run:
+    """One answer, and what was read for it."""
+
+    arm: Arm
+    category: str
+    generation: Generation
+    read: Reading
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second after the first."""
+        return (len(self.generation.tokens) - 1) / self.generation.seconds
 
 
-def arms_of(folder: Path, limit: str | None) -> dict[str, Arm]:
-    """Resident and streamed, plain and with drafts of two lengths; drafts are in memory."""
-    resident = open_pair(folder, kernels="torch")
-    streamed = open_pair(folder, memory_limit=limit or least(folder), direct_io=True)
-    arms = {"resident plain": Arm(resident), "offload plain": Arm(streamed)}
-    for k in (4, 8):
-        arms[f"offload ngram {k}"] = Arm(streamed, NgramDrafter(), k)
-        if streamed.draft_model is not None:
-            arms[f"offload draft {k}"] = Arm(streamed, streamed.drafter, k)
-    return arms
+def reading(target: AnyDecoder) -> Reading:
+    return target.reading() if isinstance(target, OffloadedDecoder) else Reading(0, 0.0, 0.0)
 
 
-def least(folder: Path) -> str:
-    """The lowest limit that a target runs under, as its refusal says."""
-    try:
-        open_pair(folder, memory_limit=1)
-    except RecipeError as refused:
-        return refused.fix.split("at least ")[1].split(",")[0]
-    raise AssertionError("no model fits in a byte")
+class OffloadBench(Bench):
+    """A subject's target under all its limits, its drafts, and its prompts."""
 
+    def __init__(self, name: str, subject: OffloadSubject, progress: Progress) -> None:
+        super().__init__(Comparison(name, subject), progress)
+        self.name, self.subject = name, subject
+        self.weights = f"bench-{digest([subject.target.model_dump(mode='json'), subject.seed])}"
 
-def rows_of(arms: Mapping[str, Arm], runs: Mapping[str, list[Generation]]) -> Iterator[dict[str, Any]]:
-    """Medians over prompts; speedup against the same target's plain arm, prompt by prompt."""
-    for name, arm in arms.items():
-        plain = runs[f"{name.split()[0]} plain"]
-        own = runs[name]
-        seconds = [run.seconds / (len(run.tokens) - 1) for run in own]
-        ratios = [other.seconds / run.seconds for other, run in zip(plain, own, strict=True)]
-        steps = [step for run in own for step in run.steps]
-        offloaded = arm.pair.target if isinstance(arm.pair.target, OffloadedDecoder) else None
-        yield {
-            "arm": name,
-            "n": len(own),
-            "ms_per_token": round(1e3 * median(seconds), 2),
-            "ms_per_token_spread": [round(1e3 * x, 2) for x in spread(seconds)],
-            "tokens_per_step": round(sum(len(run.tokens) - 1 for run in own) / max(len(steps), 1), 3),
-            "verify_ms": round(1e3 * median(step.t_verify for step in steps), 2),
-            "draft_ms": round(1e3 * median(step.t_draft for step in steps), 2),
-            "speedup": round(median(ratios), 3),
-            "speedup_spread": [round(x, 3) for x in spread(ratios)],
-            "equal": sum(a.tokens == b.tokens for a, b in zip(plain, own, strict=True)),
-            "mb_per_pass": round(offloaded.residency.read / 1e6, 1) if offloaded else 0,
-            "layers_in_memory": len(offloaded.residency.resident) if offloaded else arm.pair.model.arch.n_layers,
+    @cached_property
+    def targets(self) -> dict[float, AnyDecoder]:
+        """By the share of layers in memory."""
+        length, direct = self.subject.max_length, self.subject.direct_io
+        with self._quantized(self._model, self._recipe.target.quantization) as model:
+            whole = OffloadedDecoder.open(model, self.weights, 1 << 60, length).sizes
+            limits = {share: whole.holding(round(share * len(whole.layers))).total for share in self.subject.resident}
+            opened = {
+                share: OffloadedDecoder.open(model, self.weights, limit, length, direct)
+                for share, limit in limits.items()
+            }
+            return {1.0: open_decoder(model, max_length=length), **opened}
+
+    @cached_property
+    def all_arms(self) -> list[Arm]:
+        arms = []
+        for share, target in self.targets.items():
+            arms.append(Arm(share, PLAIN, "", target))
+            for draft, policy in self.comparison.cells.values():
+                recipe = self.subject.recipe(draft, policy)
+                length = draft_policy(recipe.speculation.draft_length)
+                arms.append(Arm(share, draft, policy, target, self._drafter(recipe), length))
+        return arms
+
+    def answers(self) -> Iterator[Run]:
+        """All arms in turns, prompt by prompt; the first one rotates."""
+        requests, arms, most = self.requests(), self.all_arms, self.subject.benchmark.max_new_tokens
+        for arm in arms:
+            arm.run(requests[0], WARM_UP_TOKENS)
+        for i, request in enumerate(self._progress.track(requests, self.name, len(requests))):
+            first = i * len(arms) // len(requests)
+            for arm in arms[first:] + arms[:first]:
+                yield arm.run(request, most)
+
+    def rows(self) -> Iterator[Row]:
+        """By share, draft and policy: over all prompts, then by kind of answer."""
+        ceiling = [self._read_rate()]
+        runs = list(self.answers())
+        ceiling.append(self._read_rate())
+        for arm in self.all_arms:
+            for kind, categories in {"all": tuple({r.category for r in runs}), **ANSWERS}.items():
+                here = [run for run in runs if run.arm.share == arm.share and run.category in categories]
+                mine, plain = [r for r in here if r.arm is arm], [r for r in here if r.arm.draft == PLAIN]
+                if mine:
+                    yield self._facts(arm, kind) | row(mine, plain) | {"plain_read_mb_s": round(max(ceiling) / 1e6)}
+
+    def _facts(self, arm: Arm, kind: str) -> Row:
+        residency = arm.target.residency if isinstance(arm.target, OffloadedDecoder) else None
+        storage = "disk, past the file cache" if self.subject.direct_io else "file cache in memory"
+        return {
+            "model": self.name,
+            "read_from": storage if residency else None,
+            "layers_in_memory": len(residency.resident if residency else arm.target.arch.layers),
+            "layers": arm.target.arch.n_layers,
+            "mb_per_pass": round(residency.read / 1e6, 1) if residency else 0.0,
+            "drafter": arm.draft,
+            "policy": arm.policy,
+            "category": kind,
         }
 
+    def _read_rate(self) -> float:
+        """Bytes per second of the packed file, read from beginning to end as the subject reads."""
+        flags = os.O_RDONLY | (os.O_DIRECT if self.subject.direct_io else 0)
+        buffer, file = mmap.mmap(-1, CHUNK), os.open(packed_path(self.weights), flags)
+        begin, at = time.perf_counter(), 0
+        while count := os.preadv(file, [buffer], at):
+            at += count
+        os.close(file)
+        return at / (time.perf_counter() - begin)
 
-def spread(values: list[float]) -> list[float]:
+
+def row(runs: list[Run], plain: list[Run]) -> Row:
+    """Medians and quartiles over prompts; speedup over plain decoding with as many layers in memory, by prompt."""
+    ratios = [run.rate / other.rate for run, other in zip(runs, plain, strict=True)]
+    steps = [step for run in runs for step in run.generation.steps]
+    read = Reading(*(sum(getattr(run.read, name) for run in runs) for name in ("bytes", "seconds", "waited")))
+    return {
+        "n": len(runs),
+        "tokens_per_s": round(median(run.rate for run in runs), 2),
+        "tokens_per_s_spread": spread(run.rate for run in runs),
+        "speedup": round(median(ratios), 3),
+        "speedup_spread": spread(ratios),
+        "tokens_per_step": round(sum(len(run.generation.tokens) - 1 for run in runs) / len(steps), 3),
+        "drafted_per_step": round(sum(step.drafted for step in steps) / len(steps), 3),
+        "verify_ms": round(1e3 * median(step.t_verify for step in steps), 2),
+        "draft_ms": round(1e3 * median(step.t_draft for step in steps), 2),
+        "equal": sum(a.generation.tokens == b.generation.tokens for a, b in zip(plain, runs, strict=True)),
+        "read_mb_s": round(read.bytes / 1e6 / read.seconds) if read.seconds else None,
+        "read_hidden": round(read.hidden, 3) if read.seconds else None,
+    }
+
+
+def spread(values: Iterable[float]) -> list[float]:
     """Quartiles; the value itself where there is one."""
-    return [quantiles(values)[0], quantiles(values)[2]] if len(values) > 1 else values * 2
+    found = list(values)
+    first, _, third = quantiles(found, method="inclusive") if len(found) > 1 else found * 3
+    return [round(first, 3), round(third, 3)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pair", nargs="?", type=Path, default=PAIR)
-    parser.add_argument("--limit")
-    for name, value in (("--prompts", 6), ("--tokens", 48), ("--threads", torch.get_num_threads())):
-        parser.add_argument(name, type=int, default=value)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    warnings.simplefilter("ignore")
-    arms = arms_of(options.pair, options.limit)
-    weights = max((options.pair / "target").glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    pair = arms["resident plain"].pair
-    spec = BenchmarkSpec(per_category=-(-options.prompts // 6))
-    requests = load_requests(spec, pair.model.tokenizer, 512)[0][: options.prompts]
-    runs: dict[str, list[Generation]] = {name: [] for name in arms}
-    disk = [disk_bytes_per_second(weights)]
-    for request in Progress().track(requests, "prompts", len(requests)):
-        for name, arm in arms.items():
-            runs[name].append(arm.run(request.tokens, options.tokens))
-        disk.append(disk_bytes_per_second(weights))
-    read = [f"{rate / 1e6:.0f}" for rate in (median(disk), min(disk), max(disk))]
-    facts = {
-        "torch threads": str(options.threads),
-        "disk, direct reads": f"{read[0]} MB/s, {read[1]} to {read[2]}, n {len(disk)}",
-    }
-    rows = list(rows_of(arms, runs))
-    write_baseline(BASELINE, environment() | facts, rows)
-    print(*(json.dumps(row) for row in rows), *facts.items(), sep="\n")
+    args = read_options(__doc__, "offload.yaml")
+    WORK.mkdir(parents=True, exist_ok=True)
+    progress = Progress()
+    matrix = read_spec_matrix(args.matrix, OffloadSubject)
+    chosen = {name: subject for name, subject in matrix.items() if re.search(args.only, name)}
+    if args.list:
+        print(*chosen, sep="\n")
+        return
+    rows = [row for name, subject in chosen.items() for row in OffloadBench(name, subject, progress).rows()]
+    progress.close()
+    write_baseline(BASELINE, environment() | {"torch threads": str(torch.get_num_threads())}, rows)
+    print(*(json.dumps(row) for row in rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Ask every draft under every policy of a matrix in turns, keep each prompt, and print how drafts and policies do."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import groupby
 import json
 from pathlib import Path
@@ -16,7 +18,7 @@ from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.pipeline import Calibration, load_originals, quantize_model
 from qspec.progress import Progress
 from qspec.provenance import environment
-from qspec.records import LoadedModel
+from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import LookupDraft, MlpDraft, Recipe, SelfDraft
 from qspec.schema.results import Measurement, Mismatch, Speed
@@ -100,7 +102,10 @@ class Bench:
         self._recipe = comparison.subject.recipe(*next(iter(comparison.cells.values())))
         self._model = load_originals(self._recipe, progress).target
         self._drafts: dict[str, AnyDecoder] = {}
-        self.target = self._decoder(self._model, self._recipe.target.quantization)
+
+    @cached_property
+    def target(self) -> AnyDecoder:
+        return self._decoder(self._model, self._recipe.target.quantization)
 
     def requests(self) -> list[Request]:
         """One of each category after the other, so that a run that was cut short is balanced."""
@@ -147,12 +152,16 @@ class Bench:
         return model_drafter(self._drafts[weights], draft, self._model.arch, real)
 
     def _decoder(self, model: LoadedModel, spec: QuantSpec) -> AnyDecoder:
+        with self._quantized(model, spec) as quantized:
+            return open_decoder(quantized, max_length=min(self.comparison.subject.max_length, model.arch.max_positions))
+
+    @contextmanager
+    def _quantized(self, model: LoadedModel, spec: QuantSpec) -> Iterator[QuantizedModel]:
+        """A model that lies in files which vanish when the block ends."""
         subject = self.comparison.subject
         text = Calibration(self._recipe.calibration, self._model.tokenizer, subject.seed, self._progress)
         with TemporaryDirectory(dir=WORK) as work:
-            quantized = quantize_model(model, spec, self._recipe.fusion, text, Path(work), torch.float32)
-            length = min(subject.max_length, model.arch.max_positions)
-            return open_decoder(quantized, max_length=length)  # while its files are there
+            yield quantize_model(model, spec, self._recipe.fusion, text, Path(work), torch.float32)
 
 
 def facts(names: Sequence[str] | Mapping[str, Any]) -> dict[str, ArmFacts]:
@@ -221,7 +230,7 @@ def main() -> None:
     args = read_options(__doc__, "spec_bench.yaml")
     progress = Progress()
     WORK.mkdir(parents=True, exist_ok=True)
-    every = [Comparison(name, subject) for name, subject in read_spec_matrix(args.matrix).items()]
+    every = [Comparison(name, subject) for name, subject in read_spec_matrix(args.matrix, SpecSubject).items()]
     chosen = [comparison for comparison in every if re.search(args.only, comparison.name)]
     if args.list:
         for comparison in chosen:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qspec.bridges import hf, quant_config, sidecar
 from qspec.bridges.layout import require_tensors, split_stored, stored_as, stored_items, stored_rows, stored_schemes
-from qspec.bridges.tensors import LazyTensors, Opener, read_tensors, write_shards
+from qspec.bridges.tensors import LazyTensors, read_tensors, write_shards
 from qspec.errors import OutputError, RecipeError, SourceError
 from qspec.nn.linear import joined_rows, merge_obstacle, taken_rows
 from qspec.numerics.affine import QTensor, quantize_matrix
@@ -57,13 +57,13 @@ def write_float(model: LoadedModel, folder: Path, dtype: torch.dtype) -> None:
     write(plain, folder, dtype)
 
 
-def read(folder: Path, opener: Opener | None = None) -> QuantizedModel:
+def read(folder: Path) -> QuantizedModel:
     """Read a checkpoint folder: qspec's own, llm-compressor's, or a plain one. Raises `SourceError`.
 
-    Every tensor that the configuration promises is there, in its shape. `opener` reads files that are not to be mapped.
+    Every tensor that the configuration promises is there, in its shape.
     """
     try:
-        model = _read(folder, opener)
+        model = _read(folder)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # malformed metadata
         what = " ".join(f"{type(error).__name__}: {error}".split())[:120]
         rule = f"its configuration and tensors do not describe a checkpoint ({what})"
@@ -72,7 +72,7 @@ def read(folder: Path, opener: Opener | None = None) -> QuantizedModel:
     return model
 
 
-def _read(folder: Path, opener: Opener | None) -> QuantizedModel:
+def _read(folder: Path) -> QuantizedModel:
     config = hf.read_config(folder)
     quantization = config.pop("quantization_config", None)
     path = folder / sidecar.NAME
@@ -84,7 +84,7 @@ def _read(folder: Path, opener: Opener | None) -> QuantizedModel:
     schemes = sidecar.named(body, schemes)
     resolved = {layer: _scheme(schemes, group_of.get(stored_as(arch, layer))) for layer in arch.linears()}
     plan = sidecar.plan(body, schemes, kv) if body else quant_config.canonical_plan(resolved, kv)
-    stored = _Reader(read_tensors(folder, opener), folder)
+    stored = _Reader(read_tensors(folder), folder)
     linears = _Linears(arch, stored, {layer: scheme for layer, scheme in resolved.items() if scheme})
     k_scale, v_scale, q_scale = (_read_kv(stored, arch, plan.kv, name) for name in _KV)
     return QuantizedModel(

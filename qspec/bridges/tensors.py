@@ -1,6 +1,6 @@
 """safetensors files: read lazily, written whole. Nothing else is ever read as weights (no pickle)."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 import hashlib
@@ -36,20 +36,13 @@ class Part:
         return self.index is None and (self.start, self.stop) == (0, None)
 
 
-Opener = Callable[[Path], Any]
-"""Opens a file as something with safetensors' `get_tensor(name)` and `get_slice(name)`."""
-
-
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name over one or several files; each is memory-mapped when it is asked for."""
 
-    def __init__(
-        self, files: Mapping[str, Path], parts: Mapping[str, Part] | None = None, opener: Opener | None = None
-    ) -> None:
+    def __init__(self, files: Mapping[str, Path], parts: Mapping[str, Part] | None = None) -> None:
         """`files`: the file of each tensor name; `parts`: what to read there, where that is not a tensor so named."""
         self._files = dict(files)
         self._parts = dict(parts or {})
-        self._opener = opener
         self._open: dict[Path, Any] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -65,13 +58,13 @@ class LazyTensors(Mapping[str, Tensor]):
     def without(self, names: Collection[str]) -> "LazyTensors":
         """The same files without some names."""
         files = {name: path for name, path in self._files.items() if name not in names}
-        return LazyTensors(files, self._parts, self._opener)
+        return LazyTensors(files, self._parts)
 
     def divided(self, parts: Mapping[str, Part]) -> "LazyTensors":
         """The same files with `parts` in place of the tensors that these are of; all must be there."""
         files = self.without({part.stored for part in parts.values()})._files
         files |= {name: self._files[part.stored] for name, part in parts.items()}
-        return LazyTensors(files, parts, self._opener)
+        return LazyTensors(files, parts)
 
     def __getitem__(self, name: str) -> Tensor:
         part = self._part(name)
@@ -102,7 +95,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def _handle(self, name: str) -> Any:
         path = self._files[name]
         if path not in self._open:
-            self._open[path] = (self._opener or _open)(path)
+            self._open[path] = _open(path)
         return self._open[path]
 
 
@@ -125,16 +118,16 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def read_tensors(source: str | Path, opener: Opener | None = None) -> LazyTensors:
-    """Tensors of a `.safetensors` file, or of a model folder (single file or index); mapped, unless `opener` reads."""
+def read_tensors(source: str | Path) -> LazyTensors:
+    """Tensors of a `.safetensors` file, or of a model folder (single file or index)."""
     path = Path(source)
     files = [path] if path.is_file() else weight_files(path)
     if files[0].name == INDEX:
         where = _indexed(files[0])
         _check_index(files[0], where)
-        return LazyTensors(where, opener=opener)
+        return LazyTensors(where)
     with _open(files[0]) as handle:
-        return LazyTensors(dict.fromkeys(handle.keys(), files[0]), opener=opener)
+        return LazyTensors(dict.fromkeys(handle.keys(), files[0]))
 
 
 def weights_sha256(source: str | Path) -> str:

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "pool.h"
+#include "stream.h"
 
 namespace qspec {
 namespace {
@@ -31,6 +32,7 @@ constexpr int BLOCK = 64;     // rows that a matmul takes at once
 constexpr int OWN_ROWS = 4;   // rows that each thread prepares for itself: cheaper than a barrier
 constexpr int MOST_PANELS = 32;  // of a piece
 constexpr size_t HUGE_PAGE = size_t{1} << 21;
+constexpr size_t PAGE = 4096;  // what reads past the file cache begin at
 
 size_t rounded_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -41,12 +43,16 @@ class Arena {
     for (void* block : blocks_) std::free(block);
   }
 
-  void* take(size_t bytes) {
+  void* take(size_t bytes, size_t align = 64) {
+    size_t skipped = -reinterpret_cast<uintptr_t>(next_) % align;
     bytes = rounded_up(bytes, 64);
-    if (bytes > left_) grow(std::max(bytes, 16 * HUGE_PAGE));
-    void* out = next_;
-    next_ += bytes;
-    left_ -= bytes;
+    if (skipped + bytes > left_) {
+      grow(std::max(bytes, 16 * HUGE_PAGE));
+      skipped = 0;
+    }
+    void* out = next_ + skipped;
+    next_ += skipped + bytes;
+    left_ -= skipped + bytes;
     return out;
   }
 
@@ -133,10 +139,11 @@ class Sequence {
     const size_t positions = rounded_up(s_.max_length, 8) + 24;  // attention reads whole blocks
     head_bytes_ = positions * s_.head_dim * (s_.cache == FLOAT_CACHE ? 4 : 1);
     scales_per_head_ = s_.cache == INT8_CACHE ? positions : 0;
-    const size_t stores = size_t(s_.layers) * s_.kv_heads * 2;
-    codes_ = zeros<char>(stores * head_bytes_);
-    scales_ = zeros<float>(stores * scales_per_head_);
+    codes_ = zeros<char>(stores() * head_bytes_);
+    scales_ = zeros<float>(stores() * scales_per_head_);
   }
+
+  int64_t bytes() const { return stores() * (head_bytes_ + sizeof(float) * scales_per_head_); }
 
   HeadCache head(int layer, int head) const {
     const size_t at = 2 * (size_t(layer) * s_.kv_heads + head);
@@ -162,6 +169,8 @@ class Sequence {
   int length = 0;
 
  private:
+  size_t stores() const { return size_t(s_.layers) * s_.kv_heads * 2; }
+
   const Shape& s_;
   const Kernels& run_;
   const std::vector<Layer>& layers_;
@@ -224,7 +233,15 @@ class Model {
     }
   }
 
-  void set_layer(int i, const Layer& given) {
+  // A process that was forked from the stream's cannot end its thread.
+  ~Model() {
+    if (stream_ && !stream_->usable()) stream_.release();
+  }
+
+  void* memory(size_t bytes) { return arena_.take(bytes, PAGE); }
+
+  // in_place: weights lie, or will, in `memory`; all else is copied.
+  void set_layer(int i, const Layer& given, bool in_place) {
     Layer& layer = layers_[i];
     layer = given;
     layer.input_norm = arena_.copy(given.input_norm, s_.hidden);
@@ -233,13 +250,23 @@ class Model {
     layer.k_norm = arena_.copy(given.k_norm, s_.head_dim);
     layer.attention_post_norm = arena_.copy(given.attention_post_norm, s_.hidden);
     layer.mlp_post_norm = arena_.copy(given.mlp_post_norm, s_.hidden);
-    for (Weight* m : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down, &layer.router})
-      if (m->codes) keep(*m);
     layer.experts = arena_.copy(given.experts, 2 * size_t(s_.experts));
-    for (int e = 0; layer.experts && e < 2 * s_.experts; ++e) keep(const_cast<Weight&>(layer.experts[e]));
     layer.key_scale = arena_.copy(given.key_scale, s_.kv_heads);
     layer.value_scale = arena_.copy(given.value_scale, s_.kv_heads);
+    if (in_place) return;
+    for (Weight* m : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down, &layer.router})
+      if (m->codes) keep(*m);
+    for (int e = 0; layer.experts && e < 2 * s_.experts; ++e) keep(const_cast<Weight&>(layer.experts[e]));
   }
+
+  // Pieces rise by layer; these lie in `memory` and are read into it for every pass.
+  void set_stream(int file, const Piece* pieces, int count) {
+    streamed_.assign(s_.layers, false);
+    for (const Piece* piece = pieces; piece < pieces + count; ++piece) streamed_[piece->layer] = true;
+    stream_ = std::make_unique<Stream>(file, pieces, count);
+  }
+
+  Reading reading() const { return stream_ ? stream_->reading() : Reading{}; }
 
   void set_rope(int which, const float* cos, const float* sin) {
     const size_t count = size_t(s_.max_length) * (s_.rotary / 2);
@@ -248,10 +275,12 @@ class Model {
   }
 
   // The embedding is row after row; without codes it is the head's own panels.
-  void set_ends(const Weight& embedding, const float* norm, const Weight& head) {
+  void set_ends(const Weight& embedding, const float* norm, const Weight& head, bool in_place) {
     norm_ = arena_.copy(norm, s_.hidden);
-    keep(head_ = head);
     embedding_ = embedding;
+    head_ = head;
+    if (in_place) return;
+    keep(head_);
     if (embedding.codes) keep(embedding_);
   }
 
@@ -260,14 +289,16 @@ class Model {
   Sequence* sequence() const { return new Sequence(s_, run_, layers_); }
 
   // Append tokens to sequences; logits [last, vocab] or the best tokens [last] of the last rows of all, and the normed
-  // states [last, hidden] behind them.
-  void forward(const Part* parts, int count, int last, float* logits, int64_t* best, float* states) {
+  // states [last, hidden] behind them. False: a layer cannot be read, nothing is appended.
+  bool forward(const Part* parts, int count, int last, float* logits, int64_t* best, float* states) {
     std::lock_guard<std::mutex> one(calls_);
     list_rows(parts, count);
     make_room();
     pool_.run([&](int thread) { pass(thread, last, logits, best, states); });
+    if (!readable_) return false;
     for (const Part* part = parts; part < parts + count; ++part)
       if (!part->parents) part->sequence->length += part->count;
+    return true;
   }
 
  private:
@@ -330,8 +361,11 @@ class Model {
       run_.embed(embedding_.codes ? embedding_ : head_, !embedding_.codes, rows_[t].token, s_.embed_scale,
                  hidden_.get() + t * hidden_stride_);
     pool_.barrier();
-    for (int i = 0; i < s_.layers; ++i)
+    for (int i = 0; i < s_.layers; ++i) {
+      if (!arrived(thread, i)) return;
       for (int begin = 0; begin < rows; begin += BLOCK) run_layer(thread, i, block(begin, rows));
+      if (thread == 0 && streams(i)) stream_->give_back();
+    }
     for (int t = thread; t < last; t += pool_.size())
       run_.norm(hidden_.get() + (rows - last + t) * hidden_stride_, norm_, s_.norm_eps, s_.hidden,
                 states + int64_t(t) * s_.hidden);
@@ -339,6 +373,16 @@ class Model {
       const int64_t done = begin - (rows - last);
       decide(thread, block(begin, rows), logits ? logits + done * s_.vocab : nullptr, best ? best + done : nullptr);
     }
+  }
+
+  bool streams(int i) const { return stream_ && streamed_[i]; }
+
+  // Whether a layer's weights are there; all threads get the same answer.
+  bool arrived(int thread, int i) {
+    if (!streams(i)) return true;
+    if (thread == 0) readable_ = stream_->take();
+    pool_.barrier();
+    return readable_;
   }
 
   Block block(int begin, int end) const {
@@ -598,6 +642,8 @@ class Model {
   const Kernels& run_;
   Arena arena_;
   std::vector<Layer> layers_;
+  std::vector<bool> streamed_;  // by layer; empty: none
+  bool readable_ = true;
   std::vector<const float*> ropes_;
   Weight embedding_{}, head_{};
   const float* norm_ = nullptr;
@@ -611,6 +657,7 @@ class Model {
   std::mutex calls_;
   std::vector<Row> rows_;       // of the call at hand
   std::vector<int32_t> slots_;  // of its tree nodes' paths
+  std::unique_ptr<Stream> stream_;  // ends before the memory that it fills
 };
 
 void apply(Pool& pool, const Kernels& run, const Weight& w, const float* x, int count, float* y) {
@@ -673,15 +720,29 @@ QSPEC_API Model* qspec_model(Pool* pool, const qspec::Shape* shape, const char* 
 }
 
 QSPEC_API void qspec_model_free(Model* model) { delete model; }
-QSPEC_API int qspec_set_layer(Model* m, int i, const qspec::Layer* layer) {
-  return qspec::guarded([&] { m->set_layer(i, *layer); });
+QSPEC_API int qspec_set_layer(Model* m, int i, const qspec::Layer* layer, int in_place) {
+  return qspec::guarded([&] { m->set_layer(i, *layer, in_place); });
 }
 QSPEC_API int qspec_set_rope(Model* m, int i, const float* cos, const float* sin) {
   return qspec::guarded([&] { m->set_rope(i, cos, sin); });
 }
-QSPEC_API int qspec_set_ends(Model* m, const qspec::Weight* embedding, const float* norm, const qspec::Weight* head) {
-  return qspec::guarded([&] { m->set_ends(*embedding, norm, *head); });
+QSPEC_API int qspec_set_ends(Model* m, const qspec::Weight* embedding, const float* norm, const qspec::Weight* head,
+                             int in_place) {
+  return qspec::guarded([&] { m->set_ends(*embedding, norm, *head, in_place); });
 }
+
+// Memory for weights that are read into place, at the beginning of a page; null: there is none. It ends with the model.
+QSPEC_API void* qspec_memory(Model* m, int64_t bytes) {
+  void* found = nullptr;
+  qspec::guarded([&] { found = m->memory(bytes); });
+  return found;
+}
+
+QSPEC_API int qspec_set_stream(Model* m, int file, const qspec::Piece* pieces, int count) {
+  return qspec::guarded([&] { m->set_stream(file, pieces, count); });
+}
+
+QSPEC_API void qspec_reading(const Model* m, qspec::Reading* out) { *out = m->reading(); }
 
 // Sequences end before their model does.
 QSPEC_API Sequence* qspec_sequence(const Model* m) {
@@ -690,19 +751,29 @@ QSPEC_API Sequence* qspec_sequence(const Model* m) {
   return sequence;
 }
 
+// Bytes of a sequence; 0: there is no memory for one.
+QSPEC_API int64_t qspec_cache_bytes(const Model* m) {
+  int64_t bytes = 0;
+  qspec::guarded([&] { bytes = std::unique_ptr<Sequence>(m->sequence())->bytes(); });
+  return bytes;
+}
+
 QSPEC_API void qspec_sequence_free(Sequence* s) { delete s; }
 QSPEC_API int qspec_length(const Sequence* s) { return s->length; }
 QSPEC_API void qspec_truncate(Sequence* s, int length) { s->length = length; }
 QSPEC_API void qspec_keep(Sequence* s, const int32_t* path, int count) { s->keep(path, count); }
 
-// 0: done; 1: this process was forked from the one whose threads the pool holds; 2: out of memory; 3: no such token.
+// 0: done; 1: this process was forked from the one whose threads the pool holds; 2: out of memory; 3: no such token;
+// 4: a layer cannot be read.
 QSPEC_API int qspec_forward(Model* m, const qspec::Part* parts, int count, int last, float* logits, int64_t* best,
                             float* states) {
   if (!m->pool().usable()) return 1;
   for (int i = 0; i < count; ++i)
     for (int t = 0; t < parts[i].count; ++t)
       if (parts[i].tokens[t] < 0 || parts[i].tokens[t] >= m->shape().vocab) return 3;
-  return qspec::guarded([&] { m->forward(parts, count, last, logits, best, states); }) ? 0 : 2;
+  bool read = true;
+  if (!qspec::guarded([&] { read = m->forward(parts, count, last, logits, best, states); })) return 2;
+  return read ? 0 : 4;
 }
 
 // One matmul [rows, n] of float inputs, rounded as the matrix says: for comparison with other implementations.

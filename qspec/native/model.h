@@ -1,4 +1,5 @@
-// The C interface, called through ctypes (qspec/nn/native.py mirrors these structs). All data is copied on arrival.
+// The C interface, called through ctypes (qspec/nn/native.py mirrors these structs). All data is copied on arrival, but
+// weights that lie in the model's own memory.
 #pragma once
 #include "kernels.h"
 
@@ -29,6 +30,22 @@ struct Layer {
   const Weight* experts;
   const float *key_scale, *value_scale;
   int32_t window, rope;
+};
+
+// A layer that is read for every pass: bytes [start, start + size) of a file, and where in the model's memory they go.
+// Neighbours need different places; the more layers share one, the less memory it takes.
+struct Piece {
+  int32_t layer;
+  int64_t start, size;
+  void* to;
+};
+
+// What a stream has read: seconds that reading took, and those of them that passes waited for it. error: 0, an error
+// number, or -1: the file ends too early.
+struct Reading {
+  int64_t bytes;
+  double seconds, waited;
+  int32_t error;
 };
 
 class Sequence;

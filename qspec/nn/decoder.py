@@ -6,12 +6,11 @@ forks share its weights, and a pass may hold rows of several: only attention tel
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -52,10 +51,6 @@ class Layer:
     window: int | None
 
 
-Layers = Callable[[Callable[[str], Layer]], Iterable[Layer]]
-"""Makes what gives a decoder its layers, in order, once per pass; asked with a function that builds one by name."""
-
-
 class Decoder:
     """A causal LM with its own KV cache; implements `nn.lm.BatchLM` and `nn.lm.HiddenLM`."""
 
@@ -67,9 +62,7 @@ class Decoder:
         new_cache: Callable[[], KVCache],
         dtype: torch.dtype,
         kernels: Kernels = "auto",
-        layers: Layers | None = None,
     ) -> None:
-        """`layers`: None builds all and holds them."""
         self.arch, self._dtype, self._new_cache = arch, dtype, new_cache
         self._cache, self._length = new_cache(), 0
         self._tree: Parents = ()  # nodes that wait behind `length`
@@ -77,8 +70,7 @@ class Decoder:
         self.observer: Observer | None = None
         weights = _Weights(arch, tensors, linears, dtype, kernels)
         self._embed_VK = tensors[EMBEDDING].to(dtype) if EMBEDDING in tensors else None
-        build = partial(_layer, weights)
-        self._layers: Iterable[Layer] = layers(build) if layers else [build(layer) for layer in arch.layers]
+        self._layers = [_layer(weights, layer) for layer in arch.layers]
         self._norm = weights.norm("model.norm") if arch.has_head else None
         self._head = self._own_head(weights, linears) if arch.has_head else None
         self._rope = rope_tables(arch.rope_inv_freq, arch.rope_factor, self.max_length, dtype)
@@ -101,24 +93,20 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         max_length: int | None = None,
         kernels: Kernels = "auto",
-        layers: Layers | None = None,
-    ) -> Self:
+    ) -> "Decoder":
         """A quantized model on this machine's kernels, or on their eager twins (`kernels="reference"`)."""
         length, scheme = max_length or model.arch.max_positions, model.plan.kv
         new_cache: Callable[[], KVCache] = partial(FloatKVCache, model.arch, length, dtype)
         if scheme is not None:
             scales = model.k_scale, model.v_scale, model.q_scale
             new_cache = partial(QuantizedKVCache, model.arch, length, dtype, scheme, *scales)
-        return cls(model.arch, model.tensors, model.linears, new_cache, dtype, kernels, layers)
+        return cls(model.arch, model.tensors, model.linears, new_cache, dtype, kernels)
 
     def _own_head(self, weights: "_Weights", linears: Mapping[str, QLinear]) -> Linear:
         if self.arch.tied and "lm_head" not in linears:
             assert self._embed_VK is not None, "a tied head is the embedding"
-            return self._tied_head(self._embed_VK)
+            return merged_linear([self._embed_VK], [None], self._dtype)
         return weights.linear("lm_head")
-
-    def _tied_head(self, embed_VK: Tensor) -> Linear:
-        return merged_linear([embed_VK], [None], self._dtype)
 
     @property
     def vocab_size(self) -> int:
@@ -258,8 +246,7 @@ class Decoder:
     def _pass(self, parts: Sequence[Rows], x_TK: Tensor) -> Tensor:
         positions_T = _joined([rows.positions for rows in parts])
         ropes = [tuple(table_LD[positions_T] for table_LD in tables) for tables in (self._rope, self._window_rope)]
-        windows = {self.arch.window(layer) for layer in self.arch.layers}
-        masks = {window: [rows.mask(window) for rows in parts] for window in windows}
+        masks = {window: [rows.mask(window) for rows in parts] for window in {layer.window for layer in self._layers}}
         exact = all(rows.count <= EXACT_ROWS for rows in parts)
         for i, layer in enumerate(self._layers):
             rope = ropes[layer.window is not None]

@@ -31,12 +31,19 @@ def native_obstacle(
     model: LoadedModel | QuantizedModel, dtype: torch.dtype = torch.float32, kernels: Kernels = "auto"
 ) -> str | None:
     """Why `open_decoder` does not take the C++ core, in words; None when it does."""
+    return settings_obstacle(dtype, kernels) or NativeDecoder.supports(model) or _missing()
+
+
+def settings_obstacle(dtype: torch.dtype, kernels: Kernels) -> str | None:
+    """The same, of what a user chose."""
     if kernels != "auto":
         return f"{kernels} kernels"
-    if dtype != torch.float32:
-        return f"dtype {str(dtype).removeprefix('torch.')}"
-    found = NativeDecoder.supports(model)
-    if found is None and (found := NativeDecoder.missing()):
+    return None if dtype == torch.float32 else f"dtype {str(dtype).removeprefix('torch.')}"
+
+
+def _missing() -> str | None:
+    found = NativeDecoder.missing()
+    if found is not None:
         _say_once(found)
     return found
 

@@ -8,7 +8,7 @@ knows nothing of torch. Weights are packed and copied once; the torch tensors ma
 from collections.abc import Mapping, Sequence
 from copy import copy
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache
 import os
 import weakref
@@ -28,7 +28,7 @@ from qspec.plan import KVScheme
 from qspec.records import EMBEDDING, ArchMap, LoadedModel, QLinear, QuantizedModel
 
 _FLOAT_CACHE, _INT8_CACHE, _FP8_CACHE = range(3)
-_FORKED, _NO_MEMORY, _BAD_TOKEN = 1, 2, 3
+_FORKED, _NO_MEMORY, _BAD_TOKEN, UNREADABLE = 1, 2, 3, 4
 _MOST_HEAD = 256
 """Head size that a thread has room for: `MOST_PANELS` of native/model.cpp."""
 
@@ -36,7 +36,7 @@ _MOST_HEAD = 256
 class NativeDecoder:
     """A causal LM with its own KV cache; implements `nn.lm.BatchLM` and `HiddenLM`. Computes in float32 on the CPU."""
 
-    _core: "_Core"
+    _core: "Core"
     _lib: ctypes.CDLL
     _sequence: c_void_p
     _tree: Parents  # nodes that wait behind `length`
@@ -51,10 +51,7 @@ class NativeDecoder:
         """
         obstacle = self.supports(model)
         assert obstacle is None, obstacle
-        self._core = _Core(model, max_length or model.arch.max_positions, isa)
-        self.arch = model.arch
-        self.isa, self.threads = self._core.isa, self._core.threads
-        self._start()
+        self._run_on(Core(model, max_length or model.arch.max_positions, isa), model.arch)
 
     @classmethod
     def from_float(cls, model: LoadedModel, max_length: int | None = None) -> "NativeDecoder":
@@ -142,6 +139,10 @@ class NativeDecoder:
         cls._run(sequences, tokens, parents, logits_TV=logits_TV)
         return list(logits_TV.split(counts))
 
+    def _run_on(self, core: "Core", arch: ArchMap) -> None:
+        self._core, self.arch, self.isa, self.threads = core, arch, core.isa, core.threads
+        self._start()
+
     def _start(self) -> None:
         """Hold an empty sequence."""
         self._lib = self._core.lib
@@ -186,7 +187,7 @@ class NativeDecoder:
         return _Part(self._sequence, tokens_T.data_ptr(), (c_int32 * size)(*parents_K), count, size)
 
 
-class _Core:
+class Core:
     """Weights and threads, shared by all sequences of a model."""
 
     def __init__(self, model: LoadedModel | QuantizedModel, max_length: int, isa: str | None) -> None:
@@ -213,57 +214,94 @@ class _Core:
             raise MemoryError("no memory for a forward pass")
         if status == _BAD_TOKEN:
             raise IndexError("a token lies outside of the vocabulary")
+        if status == UNREADABLE:
+            raise self.unreadable()
+
+    def unreadable(self) -> Exception:
+        """What a pass raises when a layer of it cannot be read."""
+        raise NotImplementedError("these weights are in memory")
 
     def _load(self, model: LoadedModel | QuantizedModel) -> None:
-        linears = model.linears if isinstance(model, QuantizedModel) else {}
-        source = _Source(model.arch, model.tensors, linears)
-        for which, (cos_LR, sin_LR) in enumerate(_ropes(model.arch, self.max_length)):
-            self._check(self.lib.qspec_set_rope(self.handle, which, cos_LR.data_ptr(), sin_LR.data_ptr()))
+        source = Source(model)
+        self._set_ropes(model.arch)
         for i, base in enumerate(model.arch.layers):
-            self._load_layer(i, base, source, model)
-        tied = model.arch.tied and "lm_head" not in linears
-        embedding_VK = model.tensors[EMBEDDING]
-        head = pack_linears([embedding_VK], [None]) if tied else source.linear("lm_head")
-        rows = None if tied else pack_rows(embedding_VK)
-        embedding = _Matrix() if rows is None else _matrix(rows)
-        norm_K = source.norm("model.norm")
-        last = _matrix(head)
-        self._check(self.lib.qspec_set_ends(self.handle, byref(embedding), norm_K.data_ptr(), byref(last)))
+            packed = source.layer(base)
+            self._set_layer(i, source, [_matrix(p) for p in packed])
+        packed = source.ends()
+        self._set_ends(source, [_matrix(p) for p in packed])
 
-    def _load_layer(self, i: int, base: str, source: "_Source", model: LoadedModel | QuantizedModel) -> None:
-        arch, attn, router = model.arch, f"{base}.self_attn", model.arch.router(base)
-        norms = [source.norm(f"{base}.{name}") if name else None for name in _norm_names(arch)]
-        attention = [source.linear(*(f"{attn}.{x}_proj" for x in "qkv")), source.linear(f"{attn}.o_proj")]
-        mlps = [source.mlp(name) for name in arch.mlps(base)]
-        experts = [_matrix(p) for mlp in mlps for p in mlp]
-        routing = source.linear(router) if router else None
-        scales = _cache_scales(model, attn)
+    def _set_ropes(self, arch: ArchMap) -> None:
+        for which, (cos_LR, sin_LR) in enumerate(_ropes(arch, self.max_length)):
+            self.check(self.lib.qspec_set_rope(self.handle, which, cos_LR.data_ptr(), sin_LR.data_ptr()))
+
+    def _set_layer(self, i: int, source: "Source", weights: "list[Matrix]", in_place: bool = False) -> None:
+        """`weights` as `Source.layer` has them; in_place: they lie, or will, in the model's own memory."""
+        arch, base = source.arch, source.arch.layers[i]
+        qkv, o, *rest = weights
+        router = rest.pop(0) if arch.router(base) else None
+        norms, scales = source.norms(base), source.cache_scales(f"{base}.self_attn")
         window = arch.window(base)
         layer = _Layer(
             *(_pointer(norm) for norm in norms),
-            *(_matrix(p) for p in attention),
-            *([_Matrix(), _Matrix(), _matrix(routing)] if routing else [*experts, _Matrix()]),
-            (_Matrix * len(experts))(*experts) if routing else None,
+            qkv,
+            o,
+            *([Matrix(), Matrix(), router] if router else [*rest, Matrix()]),
+            (Matrix * len(rest))(*rest) if router else None,
             *(_pointer(scale) for scale in scales),
             window or 0,
             1 if window is not None and arch.window_inv_freq else 0,
         )
-        self._check(self.lib.qspec_set_layer(self.handle, i, byref(layer)))
+        self.check(self.lib.qspec_set_layer(self.handle, i, byref(layer), in_place))
 
-    def _check(self, done: int) -> None:
+    def _set_ends(self, source: "Source", weights: "list[Matrix]", in_place: bool = False) -> None:
+        """`weights` as `Source.ends` has them."""
+        head, embedding = [*weights, Matrix()][:2]
+        norm_K = source.norm("model.norm")
+        done = self.lib.qspec_set_ends(self.handle, byref(embedding), norm_K.data_ptr(), byref(head), in_place)
+        self.check(done)
+
+    def check(self, done: int | None) -> None:
         if not done:
             raise MemoryError("no memory for the weights")
 
 
-class _Source:
-    """Looks tensors up by name and packs them."""
+class Source:
+    """Looks a model's tensors up by name and packs them."""
 
-    def __init__(self, arch: ArchMap, tensors: Mapping[str, Tensor], linears: Mapping[str, QLinear]) -> None:
-        self._arch, self._tensors, self._linears = arch, tensors, linears
+    def __init__(self, model: LoadedModel | QuantizedModel) -> None:
+        self.arch, self._model, self._tensors = model.arch, model, model.tensors
+        self._linears: Mapping[str, QLinear] = model.linears if isinstance(model, QuantizedModel) else {}
+
+    def layer(self, base: str) -> list[Packed]:
+        """Weights of a decoder layer: q/k/v, o, the router of a mixture, then gate/up and down of each MLP."""
+        attn, router = f"{base}.self_attn", self.arch.router(base)
+        attention = [self.linear(*(f"{attn}.{x}_proj" for x in "qkv")), self.linear(f"{attn}.o_proj")]
+        mlps = [packed for name in self.arch.mlps(base) for packed in self.mlp(name)]
+        return [*attention, *([self.linear(router)] if router else []), *mlps]
+
+    def ends(self) -> list[Packed]:
+        """The head, and the embedding where it is not the head's own weight."""
+        embedding_VK = self._tensors[EMBEDDING]
+        if self.arch.tied and "lm_head" not in self._linears:
+            return [pack_linears([embedding_VK], [None])]
+        return [self.linear("lm_head"), pack_rows(embedding_VK)]
+
+    def norms(self, base: str) -> list[Tensor | None]:
+        """Norms of a decoder layer, as `_Layer` has them; None for those that the architecture lacks."""
+        return [self.norm(f"{base}.{name}") if name else None for name in _norm_names(self.arch)]
 
     def norm(self, name: str) -> Tensor:
         """Gain in float32 with the architecture's offset added."""
-        return (self._tensors[f"{name}.weight"].float() + self._arch.norm_offset).contiguous()
+        return (self._tensors[f"{name}.weight"].float() + self.arch.norm_offset).contiguous()
+
+    def cache_scales(self, attn: str) -> tuple[Tensor | None, Tensor | None]:
+        """Key and value scale of each KV head, for a cache with stored ones."""
+        model = self._model
+        if not isinstance(model, QuantizedModel) or model.plan.kv is None or not model.plan.kv.stored:
+            return None, None
+        heads, stored = self.arch.n_kv_heads, (model.k_scale, model.v_scale)
+        k, v = (scales[attn].float().reshape(-1).expand(heads).contiguous() for scales in stored)
+        return k, v
 
     def linear(self, *names: str, paired: bool = False) -> Packed:
         members = [self._linears[n] if n in self._linears else self._tensors[f"{n}.weight"] for n in names]
@@ -326,15 +364,6 @@ def _cache_kind(kv: KVScheme | None) -> int:
     return _FP8_CACHE if kv.stored else _INT8_CACHE
 
 
-def _cache_scales(model: LoadedModel | QuantizedModel, attn: str) -> tuple[Tensor | None, Tensor | None]:
-    """Key and value scale of each KV head, for a cache with stored ones."""
-    if not isinstance(model, QuantizedModel) or model.plan.kv is None or not model.plan.kv.stored:
-        return None, None
-    heads = model.arch.n_kv_heads
-    k, v = (scales[attn].float().reshape(-1).expand(heads).contiguous() for scales in (model.k_scale, model.v_scale))
-    return k, v
-
-
 def _ropes(arch: ArchMap, length: int) -> list[tuple[Tensor, Tensor]]:
     """cos and sin `[length, R / 2]`; the second table is for layers with a window of its own frequencies."""
     half = len(arch.rope_inv_freq)
@@ -380,7 +409,7 @@ class _Part(ctypes.Structure):
     ]
 
 
-class _Matrix(ctypes.Structure):
+class Matrix(ctypes.Structure):
     """`Weight` of native/model.h: `Matrix` of native/kernels.h, and outliers."""
 
     _fields_ = [
@@ -401,8 +430,8 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")],
         *[(name, c_void_p) for name in ("attention_post_norm", "mlp_post_norm")],
-        *[(name, _Matrix) for name in ("qkv", "o", "gate_up", "down", "router")],
-        ("experts", POINTER(_Matrix)),
+        *[(name, Matrix) for name in ("qkv", "o", "gate_up", "down", "router")],
+        ("experts", POINTER(Matrix)),
         ("key_scale", c_void_p),
         ("value_scale", c_void_p),
         ("window", c_int32),
@@ -410,7 +439,19 @@ class _Layer(ctypes.Structure):
     ]
 
 
-def _end_sequence(core: _Core, sequence: c_void_p) -> None:
+class Piece(ctypes.Structure):
+    """`Piece` of native/model.h."""
+
+    _fields_ = [("layer", c_int32), ("start", c_int64), ("size", c_int64), ("to", c_void_p)]
+
+
+class ReadingStruct(ctypes.Structure):
+    """`Reading` of native/model.h."""
+
+    _fields_ = [("bytes", c_int64), ("seconds", c_double), ("waited", c_double), ("error", c_int32)]
+
+
+def _end_sequence(core: Core, sequence: c_void_p) -> None:
     core.lib.qspec_sequence_free(sequence)
 
 
@@ -440,10 +481,9 @@ def _shape(arch: ArchMap, max_length: int, cache: int) -> _Shape:
     )
 
 
-def _matrix(p: Packed) -> _Matrix:
-    optional = p.scale, p.bias, p.zero, *(p.outliers or (None, None, None))
-    codes, size = p.codes.data_ptr(), p.codes.nbytes
-    return _Matrix(p.kind, p.input, p.n, p.k, p.group, p.input_scale, codes, size, *map(_pointer, optional))
+def _matrix(p: Packed) -> Matrix:
+    codes, *others = map(_pointer, p.arrays)
+    return Matrix(p.kind, p.input, p.n, p.k, p.group, p.input_scale, codes, p.codes.nbytes, *others)
 
 
 def _pointer(t: Tensor | None) -> int | None:
@@ -487,16 +527,20 @@ def _library() -> ctypes.CDLL:
         "qspec_pool_free": (None, [c_void_p]),
         "qspec_model": (c_void_p, [c_void_p, POINTER(_Shape), c_char_p]),
         "qspec_model_free": (None, [c_void_p]),
-        "qspec_set_layer": (c_int, [c_void_p, c_int, POINTER(_Layer)]),
+        "qspec_set_layer": (c_int, [c_void_p, c_int, POINTER(_Layer), c_int]),
         "qspec_set_rope": (c_int, [c_void_p, c_int, c_void_p, c_void_p]),
-        "qspec_set_ends": (c_int, [c_void_p, POINTER(_Matrix), c_void_p, POINTER(_Matrix)]),
+        "qspec_set_ends": (c_int, [c_void_p, POINTER(Matrix), c_void_p, POINTER(Matrix), c_int]),
+        "qspec_memory": (c_void_p, [c_void_p, c_int64]),
+        "qspec_set_stream": (c_int, [c_void_p, c_int, POINTER(Piece), c_int]),
+        "qspec_reading": (None, [c_void_p, POINTER(ReadingStruct)]),
         "qspec_sequence": (c_void_p, [c_void_p]),
         "qspec_sequence_free": (None, [c_void_p]),
+        "qspec_cache_bytes": (c_int64, [c_void_p]),
         "qspec_keep": (None, [c_void_p, POINTER(c_int32), c_int]),
         "qspec_length": (c_int, [c_void_p]),
         "qspec_truncate": (None, [c_void_p, c_int]),
         "qspec_forward": (c_int, [c_void_p, POINTER(_Part), c_int, c_int, c_void_p, c_void_p, c_void_p]),
-        "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(_Matrix), c_void_p, c_int, c_void_p]),
+        "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
         "qspec_read": (c_float, [c_void_p, c_void_p, c_int64]),
     }
     for name, (result, arguments) in signatures.items():

@@ -48,6 +48,11 @@ class Packed:
     zero: Tensor | None = None
     outliers: tuple[Tensor, Tensor, Tensor] | None = None
 
+    @property
+    def arrays(self) -> tuple[Tensor | None, ...]:
+        """In the order of `Weight` in native/model.h."""
+        return self.codes, self.scale, self.bias, self.zero, *(self.outliers or (None, None, None))
+
 
 def linear_obstacle(linear: QLinear) -> str | None:
     """Why the C++ core does not run a quantized layer; None when it does."""
@@ -142,8 +147,9 @@ def _pack_outliers(
 
 
 def _joined(panels: Sequence[Tensor], paired: bool) -> Tensor:
-    joined = torch.stack(list(panels), 1).flatten(0, 1) if paired else torch.cat(list(panels))
-    return joined.contiguous()
+    if len(panels) == 1:
+        return panels[0]  # a head is large: no second copy
+    return torch.stack(list(panels), 1).flatten(0, 1) if paired else torch.cat(list(panels))
 
 
 def _codes(member: Member) -> Tensor:
@@ -168,7 +174,8 @@ def _code_panels(codes_NK: Tensor, kind: int) -> Tensor:
 
 def _panels(x_NK: Tensor) -> Tensor:
     """`[N/8, K, 8]`, rows filled up with zeros."""
-    padded = F.pad(x_NK, (0, 0, 0, -x_NK.shape[0] % LANES))
+    missing = -x_NK.shape[0] % LANES
+    padded = F.pad(x_NK, (0, 0, 0, missing)) if missing else x_NK.contiguous()
     return padded.view(-1, LANES, x_NK.shape[1]).transpose(1, 2).contiguous()
 
 

@@ -1,216 +1,142 @@
 """A decoder whose layers do not all fit: some stay in memory, the others are read again for every pass.
 
 A thread reads ahead while layers run, also into the next pass: the disk works while a draft is made. What is read are
-the stored codes, so quantization and offload multiply. A pass over k + 1 tokens reads what a pass over one does: where
+packed codes, so quantization and offload multiply. A pass over k + 1 tokens reads what a pass over one does: where
 reading is what takes the time, verification costs one plain step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import cycle
-import mmap
+from ctypes import byref
+from dataclasses import dataclass
 import os
-from queue import Empty, SimpleQueue
-from threading import Thread, current_thread
-from typing import Protocol, Self
-import weakref
+from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from qspec.nn.decoder import Decoder, Layer
-from qspec.nn.lm import FORKED
-from qspec.nn.residency import BUFFERS, Residency, held_bytes, layer_bytes, plan_residency
-from qspec.ops.cpu import FloatLinear
-from qspec.ops.select import Kernels, Linear
-from qspec.records import ArchMap, QuantizedModel
-
-_CLOSED = "the model was closed: open it again"
-Filled = tuple[str, mmap.mmap] | Exception
+from qspec.nn.layer_file import ENDS, LayerFile, Part, pack_once
+from qspec.nn.native import Core, NativeDecoder, Piece, ReadingStruct, Source
+from qspec.nn.residency import BUFFERS, Residency, Sizes
+from qspec.ops.native_library import cache_folder
+from qspec.records import LoadedModel, QuantizedModel
 
 
-class LayerSource(Protocol):
-    """Where stored layers come from; `bridges.staging` reads files."""
+@dataclass(frozen=True)
+class Reading:
+    """What was read for passes: bytes, the seconds it took, and the seconds that passes waited for it."""
 
-    def size(self, layer: str) -> int:
-        """Bytes that a buffer for a layer needs."""
+    bytes: int
+    seconds: float
+    waited: float
 
-    def buffer(self, layers: Sequence[str]) -> mmap.mmap:
-        """Memory for one of these layers at a time."""
+    @property
+    def hidden(self) -> float:
+        """Share of the time of reading behind which something else was done; 0 where nothing was read."""
+        return max(0.0, 1 - self.waited / self.seconds) if self.seconds else 0.0
 
-    def read(self, layer: str, buffer: mmap.mmap) -> None:
-        """Fill a buffer; called from a thread of its own."""
-
-    def show(self, layer: str, buffer: mmap.mmap) -> None:
-        """Let the model's tensors of this layer be views of a buffer."""
-
-    def hide(self) -> None:
-        """End that."""
+    def since(self, earlier: "Reading") -> "Reading":
+        return Reading(self.bytes - earlier.bytes, self.seconds - earlier.seconds, self.waited - earlier.waited)
 
 
-class OffloadedDecoder(Decoder):
-    """A `Decoder` under a limit of memory: the same layers, the same numbers to the last bit.
+class OffloadedDecoder(NativeDecoder):
+    """A `NativeDecoder` under a limit of memory: the same layers, the same numbers to the last bit.
 
     The limit holds for weights, KV cache and buffers; what a pass computes and other sequences' caches come on top.
-    `close`, the end of a `with` block or the last reference ends the thread.
+    The thread ends with the last reference.
     """
 
-    residency: Residency
-    _layers: "_Layers"
+    _core: "_StreamedCore"
+
+    def __init__(
+        self, model: LoadedModel | QuantizedModel, file: LayerFile, limit: int, max_length: int | None = None
+    ) -> None:
+        """`file` holds the weights of `model`. Raises `RecipeError` for a limit, in bytes, that is too low."""
+        self._run_on(_StreamedCore(model, file, limit, max_length or model.arch.max_positions), model.arch)
 
     @classmethod
     def open(
         cls,
-        model: QuantizedModel,
-        source: LayerSource,
+        model: LoadedModel | QuantizedModel,
+        weights: str,
         limit: int,
-        dtype: torch.dtype = torch.float32,
         max_length: int | None = None,
-        kernels: Kernels = "auto",
-    ) -> Self:
-        """`model` reads its tensors from `source`. Raises `RecipeError` for a limit, in bytes, that is too low."""
+        direct: bool = False,
+    ) -> "OffloadedDecoder":
+        """Pack a model in the cache folder, once for all weights of one name, and open it from there.
 
-        def start(build: Callable[[str], Layer]) -> _Layers:
-            return _Layers(model.arch, source, build)
+        `direct` reads past the system's file cache. Raises `RecipeError` for a model that the C++ core does not run.
+        """
+        path = packed_path(weights)
+        pack_once(model, path)
+        return cls(model, LayerFile(path, direct), limit, max_length)
 
-        decoder = cls.from_quantized(model, dtype, max_length, kernels, start)
-        schemes = model.plan.resolve(model.arch.linears())
-        sizes = layer_bytes(model.arch, schemes, source.size, dtype, kernels)
-        decoder.residency = plan_residency(limit, decoder._fixed_bytes(model, dtype, kernels), sizes)
-        decoder._layers.start(decoder.residency)
-        return decoder
+    @property
+    def sizes(self) -> Sizes:
+        return self._core.sizes
 
-    def close(self) -> None:
-        """End the thread; nothing runs afterwards, in forks neither."""
-        self._layers.close()
+    @property
+    def residency(self) -> Residency:
+        return self._core.residency
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _tied_head(self, embed_VK: Tensor) -> Linear:
-        """Without the copy that lies beside a mapped embedding: this one is not mapped."""
-        return FloatLinear(embed_VK)
-
-    def _fixed_bytes(self, model: QuantizedModel, dtype: torch.dtype, kernels: Kernels) -> int:
-        """All that belongs to no layer, the KV cache of one sequence included."""
-        assert self._embed_VK is not None
-        tables = {table_LD.data_ptr(): table_LD.nbytes for table_LD in (*self._rope, *self._window_rope)}
-        cache = round(self.cache.bytes_per_token() * self.max_length) + self.cache.window_bytes()
-        arch, head = self.arch, 0
-        scheme = model.plan.resolve(arch.linears())["lm_head"]
-        if not arch.tied or scheme is not None:
-            head = held_bytes(scheme, arch.linear_shape("lm_head"), dtype, kernels)
-        return self._embed_VK.nbytes + head + sum(tables.values()) + cache
+    def reading(self) -> Reading:
+        """All that was read since the model was opened, by all its sequences."""
+        found = self._core.reading()
+        return Reading(found.bytes, found.seconds, found.waited)
 
 
-class _Layers:
-    """The layers of one model, once around for each iteration; one iteration at a time."""
-
-    def __init__(self, arch: ArchMap, source: LayerSource, build: Callable[[str], Layer]) -> None:
-        self._arch, self._source, self._build = arch, source, build
-        self._resident: dict[str, Layer] = {}
-        self._ahead: _ReadAhead | None = None
-
-    def start(self, residency: Residency) -> None:
-        for name in residency.resident:
-            buffer = self._source.buffer([name])
-            self._source.read(name, buffer)
-            self._resident[name] = self._made(name, buffer)
-        if residency.streamed:
-            self._ahead = _ReadAhead(self._source, residency.streamed)
-
-    def __iter__(self) -> Iterator[Layer]:
-        for name in self._arch.layers:
-            if (layer := self._resident.get(name)) is not None:
-                yield layer
-                continue
-            if self._ahead is None:
-                raise RuntimeError(_CLOSED)
-            buffer = self._ahead.take(name)
-            try:
-                yield self._made(name, buffer)  # it may hold views of the buffer
-            finally:
-                self._ahead.give_back(buffer)
-
-    def close(self) -> None:
-        self._resident.clear()
-        if self._ahead is not None:
-            self._ahead.close()
-
-    def _made(self, name: str, buffer: mmap.mmap) -> Layer:
-        self._source.show(name, buffer)
-        try:
-            return self._build(name)
-        finally:
-            self._source.hide()
+def packed_path(weights: str) -> Path:
+    """Where weights of this name are packed. A file may be deleted at any time; it is made again."""
+    return cache_folder() / "layers" / f"{weights}.layers"
 
 
-class _ReadAhead:
-    """Reads layers, in order and over again, each into the next buffer that is free."""
+class _StreamedCore(Core):
+    """Weights that are read from a file: into the core's memory once, or for every pass."""
 
-    def __init__(self, source: LayerSource, order: Sequence[str]) -> None:
-        self._free: SimpleQueue[mmap.mmap | None] = SimpleQueue()
-        self._filled: SimpleQueue[Filled] = SimpleQueue()
-        for _ in range(BUFFERS):
-            self._free.put(source.buffer(order))
-        arguments = source.read, tuple(order), self._free, self._filled
-        self._thread = Thread(target=_read_ahead, args=arguments, name="qspec read-ahead", daemon=True)
-        self._process = os.getpid()
-        self._thread.start()
-        self.close = weakref.finalize(self, _end, self._free, self._thread)
+    def __init__(self, model: LoadedModel | QuantizedModel, file: LayerFile, limit: int, max_length: int) -> None:
+        self._file, self._limit = file, limit
+        super().__init__(model, max_length, None)
 
-    def take(self, layer: str) -> mmap.mmap:
-        """The buffer that a layer was read into. Raises what reading it raised, then and ever after."""
-        while True:
-            found = self._next()
-            if isinstance(found, Exception):
-                self._filled.put(found)
-                raise found
-            name, buffer = found
-            if name == layer:
-                return buffer
-            self.give_back(buffer)  # a pass was left half way: around to where this one is
+    def reading(self) -> ReadingStruct:
+        found = ReadingStruct()
+        self.lib.qspec_reading(self.handle, byref(found))
+        return found
 
-    def give_back(self, buffer: mmap.mmap) -> None:
-        self._free.put(buffer)
+    def unreadable(self) -> Exception:
+        error = self.reading().error
+        return self._file.unreadable("it was cut" if error < 0 else os.strerror(error))
 
-    def _next(self) -> Filled:
-        if os.getpid() != self._process:
-            raise RuntimeError(FORKED)
-        while self.close.alive:
-            try:
-                return self._filled.get(timeout=1.0)
-            except Empty:
-                assert self._thread.is_alive(), "the thread ends with an error to raise, or after `close`"
-        raise RuntimeError(_CLOSED)
+    def _load(self, model: LoadedModel | QuantizedModel) -> None:
+        arch, parts, source = model.arch, self._file.parts, Source(model)
+        tables = 2 * 4 * self.max_length * len(arch.rope_inv_freq) * (2 if arch.window_inv_freq else 1)
+        fixed = parts[ENDS].size + tables + self.lib.qspec_cache_bytes(self.handle)
+        self.sizes = Sizes(fixed, {name: parts[name].size for name in arch.layers})
+        self.residency = self.sizes.under(self._limit)
+        self._set_ropes(arch)
+        self._set_ends(source, parts[ENDS].at(self._read(parts[ENDS])), in_place=True)
+        for name in self.residency.resident:
+            self._place(source, name, self._read(parts[name]))
+        if self.residency.streamed:
+            self._stream(source, self.residency.streamed)
 
+    def _stream(self, source: Source, names: tuple[str, ...]) -> None:
+        parts = [self._file.parts[name] for name in names]
+        places = [self._memory(max(part.size for part in parts)) for _ in range(BUFFERS)]
+        pieces = []
+        for turn, (name, part) in enumerate(zip(names, parts, strict=True)):
+            place = places[turn % BUFFERS]
+            self._place(source, name, place)
+            pieces.append(Piece(source.arch.layers.index(name), part.start, part.size, place))
+        count = len(pieces)
+        self.check(self.lib.qspec_set_stream(self.handle, self._file.file, (Piece * count)(*pieces), count))
 
-def _read_ahead(
-    read: Callable[[str, mmap.mmap], None],
-    order: Sequence[str],
-    free: "SimpleQueue[mmap.mmap | None]",
-    filled: "SimpleQueue[Filled]",
-) -> None:
-    """The thread. It knows nothing of the decoder, so that the decoder can be forgotten while it runs."""
-    for layer in cycle(order):
-        if (buffer := free.get()) is None:
-            return
-        try:
-            read(layer, buffer)
-        except Exception as error:  # noqa: BLE001  raised where the layer is asked for
-            filled.put(error)
-            return
-        filled.put((layer, buffer))
+    def _place(self, source: Source, name: str, address: int) -> None:
+        weights = self._file.parts[name].at(address)
+        self._set_layer(source.arch.layers.index(name), source, weights, in_place=True)
 
+    def _read(self, part: Part) -> int:
+        """Address of memory that holds a part from now on."""
+        address = self._memory(part.size)
+        self._file.read(part, address)
+        return address
 
-def _end(free: "SimpleQueue[mmap.mmap | None]", thread: Thread) -> None:
-    """Buffers that are free come first, and would be read into once more."""
-    with suppress(Empty):
-        while True:
-            free.get_nowait()
-    free.put(None)
-    if thread is not current_thread():
-        thread.join(timeout=10.0)
+    def _memory(self, size: int) -> int:
+        address: int | None = self.lib.qspec_memory(self.handle, size)
+        self.check(address)
+        assert address
+        return address

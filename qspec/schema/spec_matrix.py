@@ -1,6 +1,7 @@
 """A matrix of drafts and draft-length policies to compare on the same prompts (`eval/matrices/spec_bench.yaml`)."""
 
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
@@ -35,7 +36,21 @@ class SpecSubject(Strict):
         )
 
 
-def read_spec_matrix(path: Path) -> dict[str, SpecSubject]:
+class OffloadSubject(SpecSubject):
+    """The same under limits of memory (`eval/matrices/offload.yaml`).
+
+    `resident`: shares of the target's layers that stay in memory, all of them beside these. `direct_io`: the others are
+    read past the system's file cache.
+    """
+
+    resident: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(min_length=1)
+    direct_io: bool = False
+
+
+Subject = TypeVar("Subject", bound=SpecSubject)
+
+
+def read_spec_matrix(path: Path, kind: type[Subject]) -> dict[str, Subject]:
     """The subjects of a matrix file by name; raises `RecipeError` for what is no matrix."""
     data = parse_yaml(read_text(path, "matrix"), str(path))
-    return {name: validate(SpecSubject, subject, f"{path}: {name}") for name, subject in data.items()}
+    return {name: validate(kind, subject, f"{path}: {name}") for name, subject in data.items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+import hashlib
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -10,13 +11,12 @@ from typing import Any
 import torch
 
 from qspec.bridges import compressed
-from qspec.bridges.staging import Staging
-from qspec.bridges.tensors import Opener
 from qspec.bridges.text import prompt_tokens
 from qspec.errors import IntegrityError, RecipeError
-from qspec.nn.engines import AnyDecoder, open_decoder
+from qspec.nn.engines import AnyDecoder, open_decoder, settings_obstacle
 from qspec.nn.lm import BatchLM
 from qspec.nn.mlp_speculator import MLPSpeculator
+from qspec.nn.native import NativeDecoder
 from qspec.nn.offload import OffloadedDecoder
 from qspec.ops.select import Kernels
 from qspec.records import QuantizedModel
@@ -187,10 +187,13 @@ def open_pair(
 ) -> LoadedPair:
     """Load a pair from its folder. Raises `IntegrityError` if there is none, or for scales that nothing can run.
 
-    memory_limit: of the target, in bytes or as `2GiB`; layers beyond it are read from the folder for every pass, past
-    the system's file cache if `direct_io`. `stages.check` verifies every byte.
+    memory_limit: of the target, in bytes or as `2GiB`; layers beyond it are read from disk for every pass, past the
+    system's file cache if `direct_io`. `stages.check` verifies every byte.
     """
     limit = None if memory_limit is None else parse_bytes(memory_limit, "memory limit")
+    if direct_io and limit is None:
+        rule = "reads layers that a memory limit keeps out of memory, and there is none"
+        raise RecipeError("direct_io", rule, "give memory_limit too, or leave direct_io off")
     folder = Path(folder)
     try:
         manifest = Manifest.parse((folder / NAME).read_bytes())
@@ -198,7 +201,13 @@ def open_pair(
         raise IntegrityError(str(folder), f"holds no readable {NAME}", "give the folder of a pair") from error
     recipe = validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
     options: dict[str, Any] = {"dtype": compute_dtype(recipe.dtype), "kernels": kernels}
-    model, target = _target(folder / "target", recipe, limit, direct_io, options)
+    model = _half(folder / "target")
+    most = recipe.speculation.max_length
+    if limit is None:
+        target = open_decoder(model, max_length=most, **options)
+    else:
+        _refuse_torch(**options)
+        target = OffloadedDecoder.open(model, weights_name(manifest), limit, most, direct_io)
     draft = _half(folder / "draft") if isinstance(recipe.draft, ModelDraft | SelfDraft) else None
     head = open_head(folder / "draft", model) if isinstance(recipe.draft, MlpDraft) else None
     decoder = None
@@ -217,21 +226,21 @@ def open_pair(
     )
 
 
-def _target(
-    folder: Path, recipe: Recipe, limit: int | None, direct_io: bool, options: dict[str, Any]
-) -> tuple[QuantizedModel, AnyDecoder]:
-    """The target and its decoder: resident, or under a limit of memory in bytes."""
-    options = options | {"max_length": recipe.speculation.max_length}
-    if limit is None:
-        model = _half(folder)
-        return model, open_decoder(model, **options)
-    staging = Staging(folder, direct_io)
-    model = _half(folder, staging.opener)
-    return model, OffloadedDecoder.open(model, staging, limit, **options)
+def weights_name(manifest: Manifest) -> str:
+    """What a target's packed weights are kept under: a digest of the files that they are made from."""
+    files = [f"{file.path} {file.sha256}" for file in manifest.files if file.path.startswith("target/")]
+    return hashlib.sha256("\n".join(files).encode()).hexdigest()
 
 
-def _half(folder: Path, opener: Opener | None = None) -> QuantizedModel:
-    model = compressed.read(folder, opener)
+def _refuse_torch(dtype: torch.dtype, kernels: Kernels) -> None:
+    """Layers are read from disk by the C++ core alone."""
+    if obstacle := settings_obstacle(dtype, kernels) or NativeDecoder.missing():
+        rule = f"layers are read from disk by the C++ core, which does not run here: {obstacle}"
+        raise RecipeError("memory_limit", rule, "open the pair without one")
+
+
+def _half(folder: Path) -> QuantizedModel:
+    model = compressed.read(folder)
     check_scales(folder)
     return model
 

@@ -7,7 +7,7 @@ import pytest
 
 from qspec.eval_files import eval_dir
 from qspec.schema.results import Mismatch
-from qspec.schema.spec_matrix import read_spec_matrix
+from qspec.schema.spec_matrix import SpecSubject, read_spec_matrix
 from qspec.spec.types import Generation, StepRecord
 from qspec.stages.bench_arm import Run
 
@@ -24,7 +24,7 @@ def _run(arm: str, prompt: int, steps: list[StepRecord]) -> Run:
 @pytest.fixture
 def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bench_spec.Comparison:
     monkeypatch.setattr(bench_spec, "WORK", tmp_path)
-    name, subject = next(iter(read_spec_matrix(eval_dir() / "matrices/spec_bench.yaml").items()))
+    name, subject = next(iter(read_spec_matrix(eval_dir() / "matrices/spec_bench.yaml", SpecSubject).items()))
     return bench_spec.Comparison(name, subject)
 
 
