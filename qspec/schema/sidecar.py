@@ -15,7 +15,7 @@ class SavedScheme(Strict):
     name: str = Field(min_length=1)
     weight_clip: dict[str, Any] | None = None
     activation_clip: dict[str, Any] | None = None
-    outliers: float = Field(default=0.0, ge=0, lt=1)
+    outliers: float = Field(default=0.0, ge=0, le=5)
 
 
 class Sidecar(Strict):
