@@ -207,7 +207,7 @@ def open_pair(
         target = open_decoder(model, max_length=most, **options)
     else:
         _refuse_torch(**options)
-        target = OffloadedDecoder.open(model, weights_name(manifest), limit, most, direct_io)
+        target = OffloadedDecoder.open(model, _weights_name(manifest), limit, most, direct_io)
     draft = _half(folder / "draft") if isinstance(recipe.draft, ModelDraft | SelfDraft) else None
     head = open_head(folder / "draft", model) if isinstance(recipe.draft, MlpDraft) else None
     decoder = None
@@ -226,7 +226,7 @@ def open_pair(
     )
 
 
-def weights_name(manifest: Manifest) -> str:
+def _weights_name(manifest: Manifest) -> str:
     """What a target's packed weights are kept under: a digest of the files that they are made from."""
     files = [f"{file.path} {file.sha256}" for file in manifest.files if file.path.startswith("target/")]
     return hashlib.sha256("\n".join(files).encode()).hexdigest()
