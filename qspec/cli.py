@@ -138,7 +138,9 @@ def run(
 @app.command(name="train-draft")
 def train_draft(
     recipe: RecipeFile,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>-head.")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Train the MLP speculator of a recipe on what its quantized target reads and writes.
@@ -149,7 +151,7 @@ def train_draft(
     from qspec.schema.recipe import Recipe
 
     job = Recipe.read(recipe, tuple(overrides or ()))
-    head = pipeline.train_draft(job, out or Path("runs") / job.name)
+    head = pipeline.train_draft(job, out or Path("runs") / f"{job.name}-head")
     print(f"{head}: trained; try: qspec run {recipe} --set draft.model={head}")
 
 

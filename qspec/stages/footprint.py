@@ -123,26 +123,27 @@ def _part_bytes(part: KVPart, dim: int) -> Fraction:
 
 
 def mlp_footprint(draft: MlpDraft, arch: ArchMap, width: int) -> Footprint:
-    """Footprint of an MLP speculator; `cost` is that of one drafted token (one head). Layout: fms-extras."""
-    inner = draft.inner_dim or arch.hidden_size
+    """Footprint of an MLP speculator in INT8, embeddings in float; `cost` is that of one drafted token (one head).
+
+    Layout: fms-extras. What a head shares with its target are INT8 rows of its own, and rows that are there anyway.
+    """
+    inner, hidden = draft.inner_dim or arch.hidden_size, arch.hidden_size
     heads = 1 if draft.tie_weights else draft.n_predict
     later = min(1, draft.n_predict - 1) if draft.tie_weights else draft.n_predict - 1
-    projection = arch.hidden_size * inner + later * inner * inner
+    projection = hidden * inner + later * inner * inner
     drafted = draft.draft_vocab or arch.vocab_size
-    table, out = arch.vocab_size * inner, drafted * inner
-    if draft.shared:  # maps to and from the hidden size; the target's own rows are read, not held twice
-        table = out = arch.hidden_size * inner
+    rows = drafted * hidden if draft.shared else 0
+    table, out = (hidden * inner,) * 2 if draft.shared else (arch.vocab_size * inner, drafted * inner)
     layers = (*(f"head.{i}" for i in range(heads)), *(f"proj.{i}" for i in range(draft.n_predict)))
-    shared = drafted * arch.hidden_size if draft.shared else 0
-    linear = heads * out + projection + shared
+    linear = projection + heads * (out + table if draft.shared else out) + rows
     norms = heads * 2 * inner
-    step = projection / draft.n_predict + out + (shared and shared + table)
+    step = projection / draft.n_predict + out + (table + rows if draft.shared else 0)
     return Footprint(
-        {"none": Group(layers, linear, linear * width)},
-        embedding_bytes=heads * table * width,
+        {"W8A8": Group(layers, linear, linear)},
+        embedding_bytes=0 if draft.shared else heads * table * width,
         other_bytes=norms * width,
         parameters=heads * (table + out) + projection + norms,
-        cost=PassCost(step * width, 0, 2 * step, 0),
+        cost=PassCost(step, 0, 2 * step, 0),
     )
 
 

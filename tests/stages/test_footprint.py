@@ -78,7 +78,8 @@ def test_mlp_speculator_has_the_published_number_of_parameters():
     draft = MlpDraft(kind="mlp_speculator", model="x", n_predict=3, inner_dim=4096)
     found = mlp_footprint(draft, arch("meta-llama/Llama-2-13b-chat-hf"), 2)
     assert found.parameters == 840_982_528
-    assert found.resident == 2 * found.parameters
+    in_float = 3 * (32000 * 4096 + 2 * 4096)  # embeddings and norms; the others take a byte each
+    assert found.resident == found.parameters + in_float
 
 
 def test_outliers_are_counted_with_their_indices():
