@@ -31,8 +31,13 @@ from qspec.plan import KVScheme, QuantPlan
 from qspec.progress import Progress
 from qspec.records import EMBEDDING, LoadedModel, QLinear, QuantizedModel
 from qspec.schema.devices import read_device
+from qspec.schema.manifest import Half, Manifest, TokenizerInfo, Validity
 from qspec.schema.quantization import KVSpec, QuantSpec, RuleSpec, SmoothingSpec
 from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec, ModelSpec, Recipe, TaskSpec
+from qspec.schema.results import Equality, Mismatch, Results
+from qspec.spec import draft_length
+from qspec.spec.stats import SpecStats
+from qspec.spec.types import StepRecord
 from qspec.stages import sequential
 from qspec.stages.build_plan import build_plan, validate_plan
 from qspec.stages.calibrate import calibrate
@@ -45,9 +50,11 @@ from qspec.stages.kv_scales import key_biases
 from qspec.stages.load import load as load_model
 from qspec.stages.package import package
 from qspec.stages.pad import match_rows
+from qspec.stages.planned import resolve
 from qspec.stages.preflight import device_findings
 from qspec.stages.prepare import prepare
 from qspec.stages.quantize import quantize, unseen_experts
+from qspec.stages.stale import overridden, stale
 from qspec.stages.store import Store
 from qspec.stages.stream import Job, stream
 from qspec.stages.transform import transform
@@ -619,12 +626,70 @@ def test_T44_e5m2_kv_is_off_by_default_and_refused_on_gpus() -> None:
     assert "--kv-cache-dtype auto" in command
 
 
+def test_T45_acceptance_is_asked_for_again_when_a_cache_changes() -> None:
+    """FP8 KV lowered acceptance by 13 %, and the number of the cache before it stayed in the documents."""
+    plain, fp8 = (a_recipe("cpu", {"kv": kv}).as_dict() for kv in (None, FP8_KV))
+    results = Results(name="t", recipe=plain, environment={})
+    assert stale(_manifest(fp8), results) == ["target.quantization.kv is not what was measured"]
+    assert stale(_manifest(plain), results) == []
+    assert overridden(["--kv-cache-dtype", "fp8"])
+
+
+def _manifest(recipe: dict[str, Any]) -> Manifest:
+    half, where = Half(kind="ngram"), Validity(device="cpu", dtype="float32", max_length=16)
+    tokens = TokenizerInfo(fingerprint="t", real_vocab=1, target_vocab=1)
+    return Manifest(name="t", target=half, draft=half, tokenizer=tokens, validity=where, recipe=recipe, files=())
+
+
+def test_T46_a_draft_that_does_not_pay_is_switched_off() -> None:
+    """Speculation ran slower than plain decoding, and went on."""
+    policy = draft_length.build("optimal", 4, 8)
+    policy.reset("", 8, 500)
+    lengths = list[int]()
+    for _ in range(200):
+        lengths.append(policy.next())
+        policy.update(lengths[-1], 0, float(lengths[-1]), 1.0)  # a draft step costs a target step, and nothing stands
+    assert set(lengths[-20:]) == {0}
+
+
+def test_T47_the_plan_counts_the_draft() -> None:
+    """Servers ran out of memory over the weights and the cache of a draft that nobody had counted."""
+    small = {"kind": "model", "model": "meta-llama/Llama-3.2-1B-Instruct"}
+    target = {"model": "meta-llama/Llama-3.1-8B-Instruct", "quantization": {"scheme": "FP8_DYNAMIC"}}
+    fields = {"name": "t", "device": "rtx4090", "target": target}
+    alone, both = (resolve(Recipe.model_validate(fields | {"draft": draft})) for draft in ({"kind": "ngram"}, small))
+    assert both.draft is not None
+    more = [b - a for a, b in zip(alone.weights_and_kv, both.weights_and_kv, strict=True)]
+    assert more == [both.draft.bytes.resident, both.draft.bytes.kv_bytes_per_token]
+    assert (both.capacity(4096) or 0) < (alone.capacity(4096) or 0)
+
+
 def test_T48_no_block_fp8_on_ada() -> None:
     """Block FP8 ran on Ada without a kernel of its own, slower than 16-bit weights."""
     (refused,) = refusals("l40s", QuantSpec(scheme="FP8_BLOCK"))
     assert "FP8_DYNAMIC" in refused
     assert refusals("l40s", QuantSpec(scheme="FP8_DYNAMIC")) == []
     assert refusals("h100", QuantSpec(scheme="FP8_BLOCK")) == []
+
+
+def test_T49_a_tie_that_rounding_turned_is_told_from_a_fault() -> None:
+    """Greedy answers under speculation differed from plain ones, and nobody could say whether it mattered."""
+
+    def verdict(margin: float, near_tie: bool) -> bool:
+        part = Mismatch(prompt=0, category="qa", position=3, margin=margin, near_tie=near_tie)
+        return Equality(arm="a + draft", baseline="a", n=2, equal=1, mismatches=(part,)).lossless
+
+    assert verdict(0.001, near_tie=True)
+    assert not verdict(2.0, near_tie=False)
+
+
+def test_T50_acceptance_says_what_it_counts() -> None:
+    """Engines disagreed about acceptance, because one counted tokens behind a rejection and another did not."""
+    steps = [StepRecord(4, 2, 0.0, 1.0, 0.0), StepRecord(4, 4, 0.0, 1.0, 0.0), StepRecord(4, 0, 0.0, 1.0, 0.0)]
+    stats = SpecStats.from_steps(steps, 1.0)
+    assert stats.tokens_per_step == 3.0  # 1 + accepted / drafts, as vLLM counts its acceptance length
+    assert stats.alpha == 6 / 8  # tokens that were tested: nothing behind a rejection
+    assert stats.per_position == (2 / 3, 2 / 3, 1 / 3, 1 / 3)  # of the drafts, as vLLM's counters by position
 
 
 def test_T52_merged_shards_have_one_scale_from_the_start(llama: Path) -> None:
@@ -685,6 +750,13 @@ def test_T60_no_quantized_cache_of_transformers_is_relied_on() -> None:
     (line,) = (s for s in exports(told, read_device("h100")) if (s.runtime, s.part) == ("transformers", "kv"))
     assert not line.served
     assert "not applied" in line.detail
+
+
+def test_T61_transformers_is_called_functional() -> None:
+    """Assisted generation was slower than advertised, by numbers of another engine."""
+    told = a_recipe("h100", {}, {"kind": "self", "quantization": {}})
+    (line,) = (s for s in exports(told, read_device("h100")) if (s.runtime, s.part) == ("transformers", "draft"))
+    assert "proves function, not speed" in line.detail
 
 
 @pytest.mark.parametrize("draft", [{"kind": "self"}, {"kind": "ngram"}, {"kind": "suffix"}])

@@ -22,7 +22,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-MODEL_FILES = (*TOKENIZER_FILES, "model*.safetensors", "model.safetensors.index.json")
+NOTICE_FILES = (*SMALL_FILES, "LICENSE*", "NOTICE*", "USE_POLICY*")
+MODEL_FILES = (*TOKENIZER_FILES, *NOTICE_FILES, "model*.safetensors", "model.safetensors.index.json")
 
 
 def fetch_config(model: str, revision: str | None) -> tuple[Path, str]:
@@ -33,6 +34,11 @@ def fetch_config(model: str, revision: str | None) -> tuple[Path, str]:
 def fetch_tokenizer(model: str, revision: str | None) -> Path:
     """Folder with the model's tokenizer, without its weights."""
     return _fetch(model, revision, TOKENIZER_FILES)[0]
+
+
+def fetch_notices(model: str, revision: str | None) -> Path:
+    """Folder with the model's licence and notices, from the cache if they are there."""
+    return _fetch(model, revision, NOTICE_FILES)[0]
 
 
 def fetch_model(model: str, revision: str | None) -> tuple[Path, str]:

@@ -1,5 +1,6 @@
 """Load a model: from an installed package, a GGUF file, a transformers folder, or the Hub."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 import importlib.metadata
 import importlib.util
@@ -11,13 +12,15 @@ from typing import Any, Literal
 from qspec.bridges.gguf import config_from_gguf, load_gguf, tokenizer_from_gguf
 from qspec.bridges.gguf_file import GGUFFile
 from qspec.bridges.hf import arch_from_config, load_folder, load_tokenizer, read_config
-from qspec.bridges.hub import fetch_config, fetch_model, fetch_tokenizer
+from qspec.bridges.hub import fetch_config, fetch_model, fetch_notices, fetch_tokenizer
 from qspec.errors import SourceError
 from qspec.eval_files import eval_dir
 from qspec.records import ArchMap, LoadedModel, Tokenizer
 from qspec.schema.recipe import ModelSpec
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+NOTICES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
+"""What the names of files begin with that have to travel with weights."""
 _FORMS = "give a Hub id (org/name), a folder, a *.gguf file, or package:<import name>/<file>"
 
 
@@ -96,6 +99,17 @@ def resolve_tokenizer(spec: ModelSpec) -> Tokenizer:
     if where.path is None:
         return load_tokenizer(fetch_tokenizer(spec.model, spec.revision))
     return tokenizer_from_gguf(GGUFFile(where.path)) if where.kind == "gguf" else load_tokenizer(where.path)
+
+
+def notices(source: Mapping[str, str]) -> list[Path]:
+    """Licence, notice and use policy files that lie beside a model's weights, by its recorded origin."""
+    try:
+        where = locate(ModelSpec(model=source["model"]))
+        folder = where.path or fetch_notices(source["model"], source.get("revision"))
+    except (KeyError, SourceError):  # a folder that has moved, a cache that is gone
+        return []
+    folder = folder if folder.is_dir() else folder.parent
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.name.upper().startswith(NOTICES))
 
 
 def shape_file(model: str) -> Path:

@@ -28,6 +28,7 @@ from qspec.stages.check import (
 )
 from qspec.stages.exports import exports, vllm_command, vllm_speculative_config
 from qspec.stages.footprint import footprint
+from qspec.stages.load import notices
 from qspec.stages.prove import SWITCHES
 from qspec.stages.speculator_head import open_head
 
@@ -58,6 +59,8 @@ def package(
     with staged_dir(pair) as part:
         for name, model in halves.items():
             compressed.write(model, part / name, stored_dtype(recipe, model))
+            for path in notices(model.source):
+                shutil.copyfile(path, part / name / path.name)
         if head is not None:
             speculator.write(open_head(head, target), part / DRAFT, speculator.read_config(head).get("qspec"))
         (part / NAME).write_bytes(_manifest(target, draft, recipe, part).dump())

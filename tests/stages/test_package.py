@@ -45,6 +45,20 @@ def test_a_pair_says_what_it_is(made: Halves, tmp_path: Path) -> None:
     assert manifest.recipe == recipe().as_dict()
 
 
+def test_licences_travel_with_the_weights(tmp_path: Path) -> None:
+    """Would catch weights that are given away without the terms that they came under."""
+    source = tmp_path / "source"
+    target, draft = halves(source)
+    (source / "LICENSE.txt").write_text("terms", encoding="utf-8")
+    (source / "USE_POLICY.md").write_text("policy", encoding="utf-8")
+    target, draft = (replace(half, source=dict(half.source) | {"model": str(source)}) for half in (target, draft))
+    pair = package(target, draft, recipe(), tmp_path)
+    listed = {entry.path for entry in read_manifest(pair).files}
+    assert {f"{half}/{name}" for half in ("target", "draft") for name in ("LICENSE.txt", "USE_POLICY.md")} <= listed
+    assert (pair / "target/LICENSE.txt").read_text() == "terms"
+    check(pair)
+
+
 def test_serving_section(made: Halves, tmp_path: Path) -> None:
     """Would catch a draft that inherits the target's quantization or KV type, and a draft length vLLM never hears."""
     manifest = read_manifest(package(*made, recipe(), tmp_path))
@@ -169,7 +183,10 @@ def test_seal_adds_results(made: Halves, tmp_path: Path) -> None:
     seal(pair, results, report)  # a second run replaces the first
     manifest = read_manifest(pair)
     assert manifest.measurements == (measured,)
-    assert manifest.lossless == {"equality": [equality[0] | {"mismatches": [{"position": 3, "margin": "Infinity"}]}]}
+    assert manifest.lossless is not None
+    told = equality[0] | {"mismatches": [{"position": 3, "margin": "Infinity"}]}
+    assert manifest.lossless["equality"] == [told]
+    assert not any(manifest.lossless["lossy_switches"].values())
     assert "report/report.md" in {entry.path for entry in manifest.files}
     check(pair)
 
