@@ -227,7 +227,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    args = read_options(__doc__, "spec_bench.yaml")
+    args = read_options(__doc__, "spec_bench.yaml", lambda p: p.add_argument("--rows", action="store_true"))
     progress = Progress()
     WORK.mkdir(parents=True, exist_ok=True)
     every = [Comparison(name, subject) for name, subject in read_spec_matrix(args.matrix, SpecSubject).items()]
@@ -238,7 +238,7 @@ def main() -> None:
                 f"{len(comparison.kept())} prompts kept,", len(comparison.cells), "arms beside plain", comparison.name
             )
         return
-    for comparison in chosen:
+    for comparison in () if args.rows else chosen:
         if args.again:
             comparison.path.unlink(missing_ok=True)
         Bench(comparison, progress).run()
