@@ -17,7 +17,6 @@ from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.schema.recipe import BenchmarkSpec
 from qspec.spec.draft_length import Fixed
-from qspec.spec.drafters.combined import CombinedDrafter
 from qspec.spec.drafters.mlp import MlpDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
@@ -47,19 +46,21 @@ def drafters(pair: LoadedPair, head: MLPSpeculator) -> dict[str, Drafter]:
         "suffix": SuffixDrafter(across_requests=False),
         "mlp": MlpDrafter(head, eos_ids, tokens),
         "mlp, 5 paths": MlpDrafter(head, eos_ids, tokens, candidates=5),
-        "ngram + mlp": CombinedDrafter(NgramDrafter(2, 3), MlpDrafter(head, eos_ids, tokens)),
     }
 
 
 def measured(
-    pair: LoadedPair, arms: dict[str, Drafter], requests: list[Request], tokens: int, k: int, temperature: float
+    pair: LoadedPair, requests: list[Request], tokens: int, temperature: float, progress: Progress
 ) -> Iterator[Run]:
     """Answers of every prompt, the drafters in turn."""
+    assert pair.head is not None
+    arms, k = drafters(pair, pair.head), pair.head.shape.n_predict
     for i, request in enumerate(requests):
         for name, drafter in arms.items():
             eos_ids, generator = pair.model.arch.eos_ids, torch.Generator().manual_seed(i)
             asked = request.tokens, tokens, Sampling(temperature), eos_ids, generator
             yield Run(name, temperature, 0, i, generate(pair.target, drafter, Fixed(k), *asked))
+        progress.say(f"{i + 1} of {len(requests)} prompts")
 
 
 def rows_of(runs: list[Run], requests: list[Request]) -> Iterator[dict[str, Any]]:
@@ -110,8 +111,7 @@ def main() -> None:
         rows += [{"drafter": f"head {i + 1}", **held, "alpha": rate} for i, rate in enumerate(rates)]
     for temperature in options.temperatures:
         progress.stage(f"temperature {temperature:g}")
-        arms, k = drafters(pair, pair.head), pair.head.shape.n_predict
-        rows += rows_of(list(measured(pair, arms, requests, options.tokens, k, temperature)), requests)
+        rows += rows_of(list(measured(pair, requests, options.tokens, temperature, progress)), requests)
     progress.close()
     run = {"engine": engine_name(pair.target), "torch threads": str(torch.get_num_threads())}
     run |= {"max_new_tokens": str(options.tokens), "drafted": str(pair.head.shape.n_predict)}
