@@ -123,10 +123,11 @@ class OffloadBench(Bench):
 
     def rows(self) -> Iterator[Row]:
         """By share, draft and policy: over all prompts, then by kind of answer."""
+        arms = self.all_arms  # the file is there from now on
         ceiling = [self._read_rate()]
         runs = list(self.answers())
         ceiling.append(self._read_rate())
-        for arm in self.all_arms:
+        for arm in arms:
             for kind, categories in {"all": tuple({r.category for r in runs}), **ANSWERS}.items():
                 here = [run for run in runs if run.arm.share == arm.share and run.category in categories]
                 mine, plain = [r for r in here if r.arm is arm], [r for r in here if r.arm.draft == PLAIN]

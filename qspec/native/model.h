@@ -1,5 +1,5 @@
-// The C interface, called through ctypes (qspec/nn/native.py mirrors these structs). All data is copied on arrival, but
-// weights that lie in the model's own memory.
+// The C interface, called through ctypes (qspec/nn/native_interface.py mirrors these structs). All data is copied on
+// arrival, but weights that lie in the model's own memory.
 #pragma once
 #include "kernels.h"
 

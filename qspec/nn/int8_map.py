@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from qspec.nn.native import NativeDecoder, NativeLinear
+from qspec.nn.native import NativeDecoder
+from qspec.nn.native_interface import NativeLinear
 from qspec.numerics.affine import QTensor, quantize_weight
 from qspec.numerics.blocks import PerChannel, PerToken
 from qspec.numerics.formats import INT8

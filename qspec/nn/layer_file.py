@@ -19,8 +19,10 @@ import weakref
 from torch import Tensor
 
 from qspec.errors import RecipeError, SourceError
-from qspec.nn import native_weights
-from qspec.nn.native import Matrix, NativeDecoder, Source
+from qspec.nn import native_model, native_weights
+from qspec.nn.native import NativeDecoder
+from qspec.nn.native_interface import Matrix
+from qspec.nn.native_model import Source
 from qspec.nn.native_weights import Packed
 from qspec.ops.native_library import library_name
 from qspec.provenance import atomic_file
@@ -173,6 +175,6 @@ def _index(path: Path) -> dict[str, Any]:
 def _layout() -> str:
     """Digest of all that says how weights are packed, and read."""
     digest = hashlib.sha256(library_name().encode())
-    for source in (native_weights.__file__, __file__):
+    for source in (native_weights.__file__, native_model.__file__, __file__):
         digest.update(Path(source).read_bytes())
     return digest.hexdigest()

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import os
 from pathlib import Path
 
+from qspec.nn import native_interface
 from qspec.nn.layer_file import ENDS, LayerFile, Part, pack_once
-from qspec.nn.native import Core, NativeDecoder, Piece, ReadingStruct, Source
+from qspec.nn.native import Core, NativeDecoder
+from qspec.nn.native_interface import Piece
+from qspec.nn.native_model import Source
 from qspec.nn.residency import BUFFERS, Residency, Sizes
 from qspec.ops.native_library import cache_folder
 from qspec.records import LoadedModel, QuantizedModel
@@ -92,8 +95,8 @@ class _StreamedCore(Core):
         self._file, self._limit = file, limit
         super().__init__(model, max_length, None)
 
-    def reading(self) -> ReadingStruct:
-        found = ReadingStruct()
+    def reading(self) -> native_interface.Reading:
+        found = native_interface.Reading()
         self.lib.qspec_reading(self.handle, byref(found))
         return found
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from qspec.nn.native import NativeDecoder, instruction_sets, native_linear
+from qspec.nn.native import NativeDecoder
+from qspec.nn.native_interface import instruction_sets, native_linear
 from qspec.nn.native_weights import Packed
 from qspec.ops import native_library, reference
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from qspec.bridges.hf import load_folder
 from qspec.nn.decoder import Decoder
 from qspec.nn.linear import merged_linear
-from qspec.nn.native import NativeDecoder, instruction_sets, native_linear
+from qspec.nn.native import NativeDecoder
+from qspec.nn.native_interface import instruction_sets, native_linear
 from qspec.nn.native_weights import linear_obstacle, pack_linears
 from qspec.numerics.affine import quantize_weight
 from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
