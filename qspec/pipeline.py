@@ -275,6 +275,12 @@ class Arms:
         length = min(self.pair.target.max_length, model.arch.max_positions)
         return open_decoder(model, compute_dtype(self.recipe.dtype), length)
 
+    def float_kv(self) -> AnyDecoder:
+        """The pair's target with its KV cache in floats."""
+        model = self.pair.model
+        plain = replace(model, plan=replace(model.plan, kv=None), k_scale={}, v_scale={}, q_scale={})
+        return open_decoder(plain, compute_dtype(self.recipe.dtype), self.pair.target.max_length)
+
 
 def _evaluate(arms: Arms, out: Path, progress: Progress) -> Accuracy:
     progress.stage("evaluate")
@@ -285,7 +291,17 @@ def _evaluate(arms: Arms, out: Path, progress: Progress) -> Accuracy:
         with staged_dir(out / "work" / "original") as part:
             compressed.write_float(target, part, compute_dtype(recipe.dtype))
     eos_ids = target.arch.eos_ids
-    return evaluate(arms.original, arms.pair.target, target.tokenizer, recipe, folders, progress, eos_ids=eos_ids)
+    float_kv = None if arms.pair.model.plan.kv is None else arms.float_kv
+    return evaluate(
+        arms.original,
+        arms.pair.target,
+        target.tokenizer,
+        recipe,
+        folders,
+        progress,
+        eos_ids=eos_ids,
+        float_kv=float_kv,
+    )
 
 
 def _bench(arms: Arms, progress: Progress) -> Speed:

@@ -80,7 +80,9 @@ def load_rows(name: str, limit: int | None = None) -> list[Row]:
 def data_names(recipe: Recipe, calibrates: bool = True) -> list[str]:
     """Every data set that the recipe reads, once; without the calibration text if nothing `calibrates`."""
     names = [source.name for source in recipe.calibration.data if calibrates]
-    names += [recipe.evaluation.fidelity.data] if recipe.evaluation.fidelity else []
+    fidelity, needle = recipe.evaluation.fidelity, recipe.evaluation.needle
+    names += [fidelity.data, *fidelity.domains] if fidelity else []
+    names += [needle.data] if needle else []
     names += [task.name for task in recipe.evaluation.tasks if task.name in read_datasets()]
     return list(dict.fromkeys([*names, recipe.benchmark.prompts]))
 

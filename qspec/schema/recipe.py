@@ -217,9 +217,13 @@ class SpeculationSpec(Strict):
 
 
 class FidelitySpec(Strict):
-    """Held-out text on which both arms are compared: perplexity, KL, top-1 agreement."""
+    """Held-out text on which both arms are compared: perplexity, KL, top-1 agreement.
+
+    `domains`: further texts, as many windows of each; a loss in code or another language hides in a mean.
+    """
 
     data: str = "wikitext2"
+    domains: tuple[str, ...] = ()
     windows: int = Field(default=16, ge=1, le=MOST)
     length: int = Field(default=512, ge=16, le=MOST)
 
@@ -264,10 +268,23 @@ class TaskSpec(Strict):
         return self
 
 
+class NeedleSpec(Strict):
+    """A number hidden in running text and asked for at its end, at growing lengths: what a quantized KV cache loses.
+
+    `repeats` numbers at each of the `depths` (shares of the text) of each of the `lengths` (tokens).
+    """
+
+    data: str = "gutenberg"
+    lengths: tuple[Annotated[int, Field(ge=128, le=MOST)], ...] = Field(default=(512, 1024, 2048), min_length=1)
+    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=(0.1, 0.5, 0.9), min_length=1)
+    repeats: int = Field(default=4, ge=1, le=MOST)
+
+
 class EvaluationSpec(Strict):
     """What is checked about accuracy; None switches a part off."""
 
     fidelity: FidelitySpec | None = FidelitySpec()
+    needle: NeedleSpec | None = None
     tasks: tuple[TaskSpec, ...] = (TaskSpec(),)
 
 
@@ -327,9 +344,11 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _held_out(self) -> "Recipe":
-        held_out = self.evaluation.fidelity and self.evaluation.fidelity.data
-        if any(source.name == held_out for source in self.calibration.data):
-            raise ValueError(f"evaluation.fidelity.data {held_out!r} is calibration text too; compare on other text")
+        fidelity = self.evaluation.fidelity
+        used = {source.name for source in self.calibration.data}
+        for text in (fidelity.data, *fidelity.domains) if fidelity is not None else ():
+            if text in used:
+                raise ValueError(f"evaluation.fidelity: {text!r} is calibration text too; compare on other text")
         return self
 
     @model_validator(mode="after")

@@ -112,10 +112,52 @@ class TaskResult(Record):
     rows: tuple[TaskRow, ...]
 
 
+class NeedleRow(Record):
+    """A number hidden at `depth` (a share) of `length` tokens: whether each arm found it, and how likely it was.
+
+    Arms: `original`, `quantized`, and `float_kv`, the quantized target with its KV cache in floats; nll in nats/token.
+    """
+
+    length: int
+    depth: float
+    hits: dict[str, float]
+    nll: dict[str, float]
+
+
+class Retrieval(Record):
+    """Hidden numbers of one context length (0: of all): found by each arm, and what the quantized target lost.
+
+    `difference`, `recovery`, `nll`: quantized against original; `kv_…`: against the same target with a float KV cache.
+    """
+
+    length: int
+    found: dict[str, Measurement]
+    difference: Measurement
+    p_value: float | None
+    recovery: float | None
+    recovery_ci: tuple[float, float] | None
+    verdict: str
+    nll: Measurement
+    kv_difference: Measurement | None = None
+    kv_p_value: float | None = None
+    kv_nll: Measurement | None = None
+
+
+class Needles(Record):
+    """Numbers hidden in running text, by context length."""
+
+    condition: dict[str, Scalar]
+    pooled: Retrieval
+    lengths: tuple[Retrieval, ...]
+    rows: tuple[NeedleRow, ...]
+
+
 class Accuracy(Record):
-    """What `evaluate` returns."""
+    """What `evaluate` returns. `domains`: fidelity on further texts."""
 
     fidelity: Fidelity | None = None
+    domains: tuple[Fidelity, ...] = ()
+    needles: Needles | None = None
     tasks: tuple[TaskResult, ...] = ()
     skipped: tuple[str, ...] = ()
 

@@ -65,9 +65,14 @@ def steps(recipe: Recipe, halves: list[HalfCost]) -> list[Step]:
     moved = sum(half.stored for half in halves)
     found = [Step("load", "read the weights", moved / DISK), *_quantization(recipe, halves, rate)]
     if recipe.evaluation.fidelity is not None:
-        tokens = recipe.evaluation.fidelity.windows * recipe.evaluation.fidelity.length
+        fidelity = recipe.evaluation.fidelity
+        tokens = (1 + len(fidelity.domains)) * fidelity.windows * fidelity.length
         ops = halves[0].cost.ops + sum(half.cost.ops for half in halves)
         found.append(Step("fidelity", f"{tokens:,} held-out tokens", tokens * ops / rate))
+    if (needle := recipe.evaluation.needle) is not None:
+        tokens = sum(needle.lengths) * len(needle.depths) * needle.repeats
+        arms = 2 + (recipe.target.quantization.kv is not None)
+        found.append(Step("needle", f"{tokens:,} tokens, {arms} arms", arms * tokens * halves[0].cost.ops / rate))
     found += [_task_step(task, halves[0].cost, rate, bandwidth) for task in recipe.evaluation.tasks]
     return [*found, _bench_step(recipe, halves[0].cost, rate, bandwidth)] if recipe.device == "cpu" else found
 

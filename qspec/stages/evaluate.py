@@ -1,28 +1,20 @@
 """Accuracy: what quantization changed, measured on both arms over the same text and the same questions."""
 
-from collections.abc import Collection, Iterable, Mapping
-import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from qspec.bridges import harness
 from qspec.bridges.harness import Sample, Scores
-from qspec.bridges.text import origin, windows
 from qspec.errors import SourceError
 from qspec.nn.lm import LM
-from qspec.numerics.fidelity import kl_divergence, nll, top1_agreement
-from qspec.numerics.paired import detectable_ratio, holm
-from qspec.numerics.student import mean_interval
+from qspec.numerics.paired import holm
 from qspec.progress import Progress
 from qspec.records import Tokenizer
-from qspec.schema.recipe import FidelitySpec, Recipe, TaskSpec
-from qspec.schema.results import Accuracy, Fidelity, Measurement, Scalar, SubTask, TaskResult, TaskRow, Window
+from qspec.schema.recipe import Recipe, TaskSpec
+from qspec.schema.results import Accuracy, Fidelity, Measurement, SubTask, TaskResult, TaskRow
+from qspec.stages.fidelity import measure_fidelity
 from qspec.stages.items import compare_items, score_interval
-
-CHUNK = 128
-"""Positions whose logits are held at once: bounds memory over large vocabularies."""
+from qspec.stages.needle import measure_needles
 
 
 def evaluate(
@@ -34,16 +26,23 @@ def evaluate(
     progress: Progress,
     *,
     eos_ids: Collection[int] = (),
+    float_kv: Callable[[], LM] | None = None,
 ) -> Accuracy:
-    """Fidelity and tasks of the recipe on both arms.
+    """Fidelity, needles and tasks of the recipe on both arms.
 
     hf_folders: transformers folders of `original` and `quantized` for tasks that ask for backend `hf`; where one is
-    missing that backend is skipped, and the result says so. eos_ids: stop tokens of the model.
+    missing that backend is skipped, and the result says so. eos_ids: stop tokens of the model. float_kv: makes the
+    quantized target with its KV cache in floats, which tells what needles the cache alone loses.
     """
     spec, skipped = recipe.evaluation, list[str]()
-    fidelity = None
+    texts: list[Fidelity] = []
     if spec.fidelity is not None:
-        fidelity = measure_fidelity(original, quantized, tokenizer, spec.fidelity, progress)
+        texts = measure_fidelity(original, quantized, tokenizer, spec.fidelity, progress)
+    needles = None
+    if spec.needle is not None:
+        asked = {"original": lambda: original, "quantized": lambda: quantized}
+        asked |= {"float_kv": float_kv} if float_kv else {}
+        needles = measure_needles(asked, tokenizer, spec.needle, recipe.seed, progress)
     tasks: list[TaskResult] = []
     for task in spec.tasks:
         for backend in task.backends:
@@ -56,59 +55,13 @@ def evaluate(
             else:
                 arms = [harness.evaluate_folder(folder, task) for folder in folders if folder is not None]
             tasks.append(compare(task, backend, *arms))
-    return Accuracy(fidelity=fidelity, tasks=tuple(tasks), skipped=tuple(skipped))
-
-
-def measure_fidelity(
-    original: LM, quantized: LM, tokenizer: Tokenizer, spec: FidelitySpec, progress: Progress
-) -> Fidelity:
-    """Perplexity of both arms, KL and top-1 agreement on the same windows, each with an interval over windows."""
-    length = min(spec.length, original.max_length, quantized.max_length)
-    rows = windows(spec.data, spec.windows, length, tokenizer)
-    means_W4 = torch.stack([_window(original, quantized, row) for row in progress.track(rows, "fidelity", len(rows))])
-    a_W, b_W, kl_W, same_W = means_W4.unbind(1)
-    condition: dict[str, Scalar] = {
-        "data": Path(spec.data).name,
-        "source": origin(spec.data),
-        "windows": len(rows),
-        "window_tokens": length,
-        "tokens": len(rows) * (length - 1),
-    }
-
-    def mean(metric: str, unit: str, values_W: Tensor, low: float = -math.inf, high: float = math.inf) -> Measurement:
-        ci = mean_interval(values_W.tolist(), low=low, high=high)
-        value = float(values_W.mean())
-        return Measurement(metric=metric, value=value, unit=unit, n=len(rows), ci=ci, condition=condition)
-
-    def exponential(metric: str, values_W: Tensor, ratio: bool = False) -> Measurement:
-        found = mean(metric, "", values_W)
-        ci = found.ci and (_exp(found.ci[0]), _exp(found.ci[1]))
-        detectable = detectable_ratio(values_W.exp().tolist()) if ratio else None
-        return found.model_copy(update={"value": _exp(found.value), "ci": ci, "detectable": detectable})
-
-    return Fidelity(
-        original_perplexity=exponential("perplexity, original", a_W),
-        quantized_perplexity=exponential("perplexity, quantized", b_W),
-        perplexity_ratio=exponential("perplexity, quantized / original", b_W - a_W, ratio=True),
-        kl=mean("KL(original || quantized)", "nats/token", kl_W, low=0.0),
-        top1_agreement=mean("top-1 agreement", "share of tokens", same_W, high=1.0),
-        windows=tuple(Window(**dict(zip(Window.model_fields, row, strict=True))) for row in means_W4.tolist()),
+    return Accuracy(
+        fidelity=texts[0] if texts else None,
+        domains=tuple(texts[1:]),
+        needles=needles,
+        tasks=tuple(tasks),
+        skipped=tuple(skipped),
     )
-
-
-@torch.no_grad()
-def _window(original: LM, quantized: LM, tokens: list[int]) -> Tensor:
-    """Means over a window's predictions: nll of both arms, KL, agreement; float64 `[4]`."""
-    for lm in (original, quantized):
-        lm.truncate(0)
-    parts: list[Tensor] = []
-    for start in range(0, len(tokens) - 1, CHUNK):
-        end = min(start + CHUNK, len(tokens) - 1)
-        inputs_T, targets_T = torch.tensor(tokens[start:end]), torch.tensor(tokens[start + 1 : end + 1])
-        p_TV, q_TV = original.forward(inputs_T).cpu(), quantized.forward(inputs_T).cpu()
-        same_T = top1_agreement(p_TV, q_TV).double()
-        parts.append(torch.stack([nll(p_TV, targets_T), nll(q_TV, targets_T), kl_divergence(p_TV, q_TV), same_T]))
-    return torch.cat(parts, 1).mean(1)
 
 
 def compare(task: TaskSpec, backend: str, original: Scores, quantized: Scores) -> TaskResult:
@@ -190,7 +143,3 @@ def _sub_tasks(rows: list[TaskRow]) -> tuple[SubTask, ...]:
         )
         for name, items in found.items()
     )
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf

@@ -21,6 +21,7 @@ METRICS = {
     "kl": "KL to the original, nats per token; by text",
     "top1": "share of positions with the original's most likely token; by text",
     "perplexity_ratio": "perplexity over the original's; by text",
+    "needle": "share of hidden numbers found, over the original's; by context length",
     "speedup": "decoding speed of the pair over the original's, or over that of --against's pair; by arm",
     "speculation": "decoding speed over the same target without a draft; by arm",
     "alpha": "acceptance per tested draft token; by kind of prompt",
@@ -30,7 +31,7 @@ METRICS = {
     "ttft_ms": "median milliseconds to the first token; by arm",
 }
 """What each name means, for help and errors."""
-EVERY = ("recovery", "score", "lossless", "kl", "top1", "perplexity_ratio")
+EVERY = ("recovery", "score", "lossless", "kl", "top1", "perplexity_ratio", "needle")
 """Metrics whose bare name means every label: all tasks, texts, arms. Others mean the pair itself over all prompts."""
 SAME_PROMPTS = ("prompts", "data", "prompt_tokens", "max_new_tokens", "chat_template", "batch")
 SAME_MACHINE = ("cpu", "instruction_sets", "threads")
@@ -55,8 +56,9 @@ def measured(results: Results, metric: str, against: Results | None = None) -> d
 
 
 def _accuracy(results: Results, metric: str, against: Results | None) -> dict[str, Value]:
-    tasks, fidelity = results.accuracy.tasks, results.accuracy.fidelity
-    texts = {} if fidelity is None else {str(fidelity.kl.condition.get("data", "text")): fidelity}
+    tasks, needles = results.accuracy.tasks, results.accuracy.needles
+    found = [text for text in (results.accuracy.fidelity, *results.accuracy.domains) if text is not None]
+    texts = {str(text.kl.condition.get("data", "text")): text for text in found}
     match metric:
         case "recovery" if against is not None:
             return {_task(task): _recovery_over(task, against) for task in tasks if task.rows}
@@ -71,6 +73,9 @@ def _accuracy(results: Results, metric: str, against: Results | None) -> dict[st
             return {text: _value(found.top1_agreement) for text, found in texts.items()}
         case "perplexity_ratio":
             return {text: _value(found.perplexity_ratio) for text, found in texts.items()}
+        case "needle" if needles is not None:
+            known = [r for r in (needles.pooled, *needles.lengths) if r.recovery is not None]
+            return {str(r.length or "all"): Value(r.recovery or 0.0, r.recovery_ci, r.difference.n) for r in known}
     return {}
 
 

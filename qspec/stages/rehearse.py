@@ -2,9 +2,11 @@
 
 from qspec.bridges import harness
 from qspec.bridges.text import calibration_rows, windows
+from qspec.errors import RecipeError
 from qspec.records import LoadedModel
 from qspec.schema.recipe import Recipe
 from qspec.stages.bench import load_requests
+from qspec.stages.needle import questions
 
 
 def rehearse(recipe: Recipe, target: LoadedModel, calibrates: bool = True) -> None:
@@ -13,11 +15,17 @@ def rehearse(recipe: Recipe, target: LoadedModel, calibrates: bool = True) -> No
     calibrates: whether any half reads the calibration text.
     """
     context = min(recipe.speculation.max_length or target.arch.max_positions, target.arch.max_positions)
-    fidelity, speed = recipe.evaluation.fidelity, recipe.benchmark
+    fidelity, needle, speed = recipe.evaluation.fidelity, recipe.evaluation.needle, recipe.benchmark
     if calibrates:
         calibration_rows(recipe.calibration, target.tokenizer, recipe.seed)
     if fidelity is not None:
-        windows(fidelity.data, fidelity.windows, min(fidelity.length, context), target.tokenizer)
+        for text in (fidelity.data, *fidelity.domains):
+            windows(text, fidelity.windows, min(fidelity.length, context), target.tokenizer)
+    if needle is not None:
+        if (longest := max(needle.lengths)) > context:
+            rule = f"is above the {context:,} tokens that target and speculation.max_length allow"
+            raise RecipeError(f"evaluation.needle.lengths {longest:,}", rule, "leave it out")
+        questions(target.tokenizer, needle, recipe.seed)
     load_requests(speed, target.tokenizer, context - speed.max_new_tokens)
     for task in recipe.evaluation.tasks:
         harness.require(task, context)

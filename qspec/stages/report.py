@@ -10,6 +10,7 @@ from qspec.stages.document import Block, Details, Document, Heading, Table, perc
 from qspec.stages.headline import lead, tiles
 from qspec.stages.report_accuracy import accuracy_blocks
 from qspec.stages.report_drafts import acceptance_blocks, prediction_blocks
+from qspec.stages.report_needles import lost_contexts, needle_blocks, needle_finding
 from qspec.stages.report_speed import speed_blocks, time_blocks
 from qspec.stages.verdict import findings, negatives
 
@@ -33,12 +34,17 @@ def document(results: Results) -> Document:
     """The report of `results` as blocks."""
     device, cpu = str(results.recipe.get("device", "")), results.environment.get("cpu", "")
     about = [str(results.recipe.get("description", "")), f"{device}: {cpu}" if device == "cpu" and cpu else device]
+    needles = results.accuracy.needles
     blocks: list[Block] = [Heading("Verdict"), *findings(results)]
+    if needles is not None:
+        blocks.append(needle_finding(needles))
     if (glance := tiles(results)).tiles:
         blocks.append(glance)
-    if against := negatives(results):
+    if against := [*negatives(results), *(lost_contexts(needles) if needles else [])]:
         blocks += [Heading("What did not pay"), *against]
     blocks += accuracy_blocks(results.accuracy)
+    if needles is not None:
+        blocks += needle_blocks(needles)
     if results.speed is not None:
         parts = (speed_blocks, acceptance_blocks, prediction_blocks, time_blocks)
         blocks += [block for part in parts for block in part(results.speed)]

@@ -1,6 +1,6 @@
 """Accuracy in the report: fidelity to the original by text, tasks, and subjects, each with what would have shown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from qspec.schema.results import Accuracy, Fidelity, Measurement, Scalar, TaskResult
 from qspec.stages.document import (
@@ -18,6 +18,7 @@ from qspec.stages.document import (
     number,
     percent,
     percents,
+    times,
 )
 
 DETECTABLE = "Detectable: the smallest true change that such a measurement shows in 4 of 5 repetitions."
@@ -27,7 +28,7 @@ def accuracy_blocks(accuracy: Accuracy) -> list[Block]:
     """Everything that was measured of it."""
     blocks: list[Block] = []
     if accuracy.fidelity is not None:
-        blocks.append(_fidelity(accuracy.fidelity))
+        blocks += [_fidelity(accuracy.fidelity), *_texts([accuracy.fidelity, *accuracy.domains])]
     for task in accuracy.tasks:
         blocks += _task(task)
     return [Heading("Accuracy"), *([Paragraph(DETECTABLE), *blocks] if blocks else [Paragraph("Not measured.")])]
@@ -38,6 +39,32 @@ def _fidelity(found: Fidelity) -> Table:
     rows = tuple((m.metric, number(m.value), interval(m.ci), _least(m), m.unit, count(m.n)) for m in measurements)
     caption = f"Fidelity to the original on held-out text ({conditions(measurements[0].condition)})"
     return compact(caption, ("", "value", "95 % CI", "detectable", "unit", "windows"), rows)
+
+
+def _texts(texts: Sequence[Fidelity]) -> list[Block]:
+    """Every text beside the others: a loss in code or another language hides in one perplexity."""
+    if len(texts) < 2:
+        return []
+    ratios = [(str(text.kl.condition.get("data", "")), text.perplexity_ratio) for text in texts]
+    bars = tuple(Bar(name, ratio.value, times(ratio.value), ratio.ci) for name, ratio in ratios)
+    columns = ("text", "windows", "perplexity", "ratio", "95 % CI", "detectable", "KL", "95 % CI", "top-1", "95 % CI")
+    rows = tuple(
+        (
+            name,
+            count(ratio.n),
+            number(text.original_perplexity.value),
+            times(ratio.value),
+            interval(ratio.ci),
+            _least(ratio),
+            number(text.kl.value),
+            interval(text.kl.ci),
+            percent(text.top1_agreement.value),
+            percents(text.top1_agreement.ci),
+        )
+        for (name, ratio), text in zip(ratios, texts, strict=True)
+    )
+    chart = Dots("Perplexity, quantized over original, by text (line: 95 % CI)", bars, mark=1.0)
+    return [chart, compact("Fidelity by text; perplexity is the original's", columns, rows)]
 
 
 def _least(m: Measurement) -> str:

@@ -36,13 +36,14 @@ COLUMNS = {
     "kl": "KL, nats/token",
     "top1": "top-1 agreement",
     "perplexity_ratio": "perplexity ratio",
+    "needle": "hidden numbers kept",
     "alpha": "α",
     "tokens_per_step": "tokens/step",
     "speculation": "gain of drafting",
     "speedup": "speed over original",
     "tokens_s": "tokens/s",
 }
-SHARES, RATIOS = ("recovery", "top1"), ("speculation", "speedup")
+SHARES, RATIOS = ("recovery", "top1", "needle"), ("speculation", "speedup")
 LOWER_IS_BETTER = ("kl", "perplexity_ratio")
 Values = Mapping[str, Mapping[str, Value | None]]
 """By pair and metric."""
@@ -207,7 +208,7 @@ def _same_text(base: Results, other: Results) -> bool:
 def _proxies(values: Values) -> list[Block]:
     """How the quick measures order the pairs beside the order by task score."""
     rows: list[tuple[str, ...]] = []
-    for metric in ("kl", "top1", "perplexity_ratio"):
+    for metric in ("kl", "top1", "perplexity_ratio", "needle"):
         both = [(row[metric], row["recovery"]) for row in values.values()]
         known = [(x.value, y.value) for x, y in both if x is not None and y is not None]
         if len(known) >= FEWEST:

@@ -9,6 +9,8 @@ from qspec.schema.results import (
     Fidelity,
     Measurement,
     Mismatch,
+    NeedleRow,
+    Needles,
     Prediction,
     PromptFacts,
     Ratio,
@@ -20,6 +22,7 @@ from qspec.schema.results import (
     TaskRow,
     Window,
 )
+from qspec.stages.needle import summary
 
 HOSTILE = "<script>alert('x')</script> & \"quotes\" | `code` *bold* [link](http://example.org) </pre>"
 
@@ -188,6 +191,21 @@ def speed(speculation: float = 1.42, mismatches: tuple[Mismatch, ...] = ()) -> S
     )
 
 
+def needles() -> Needles:
+    """The quantized target loses numbers as contexts grow, half of them to its KV cache."""
+    rows = [
+        NeedleRow(
+            length=length,
+            depth=0.5,
+            hits={"original": 1.0, "quantized": float(i >= lost), "float_kv": float(i >= lost // 2)},
+            nll={"original": 0.1, "quantized": 0.1 + 0.1 * lost + i / 100, "float_kv": 0.1 + 0.05 * lost},
+        )
+        for length, lost in ((512, 0), (1024, 1), (2048, 3))
+        for i in range(12)
+    ]
+    return summary(rows, {"data": "gutenberg"})
+
+
 def example() -> Results:
     fidelity = Fidelity(
         original_perplexity=measurement("perplexity, original", 29.63, (27.0, 32.1)),
@@ -209,7 +227,9 @@ def example() -> Results:
         },
         environment={"python": "3.11.9", "torch": "2.13.0", "cpu": HOSTILE, "threads": "2"},
         digests={"target/model.safetensors": "ab" * 32},
-        accuracy=Accuracy(fidelity=fidelity, tasks=(task(),), skipped=("mmlu_pro with backend hf: no folder",)),
+        accuracy=Accuracy(
+            fidelity=fidelity, needles=needles(), tasks=(task(),), skipped=("mmlu_pro with backend hf: no folder",)
+        ),
         speed=speed(),
         notes={"target": ("model.layers.0: smoothing strength 0.6 (error 0.012)", HOSTILE), "draft": ()},
         limits=("one machine, one run",),

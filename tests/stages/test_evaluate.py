@@ -35,7 +35,8 @@ def data(tmp_path: Path) -> str:
 
 def _fidelity(folder: Path, data: str, noise: float) -> Fidelity:
     spec = FidelitySpec(data=data, windows=5, length=200)
-    return stage.measure_fidelity(HFModel(folder), HFModel(folder, noise=noise), Letters(), spec, QUIET)
+    (found,) = stage.measure_fidelity(HFModel(folder), HFModel(folder, noise=noise), Letters(), spec, QUIET)
+    return found
 
 
 def test_fidelity_equals_direct_computation(folder: Path, data: str):
@@ -61,6 +62,18 @@ def test_fidelity_equals_direct_computation(folder: Path, data: str):
         assert measured.ci[0] <= measured.value <= measured.ci[1]
     assert found.perplexity_ratio.detectable is not None
     assert sum(window.kl for window in found.windows) / 5 == pytest.approx(found.kl.value)
+
+
+def test_each_domain_is_measured_for_itself(folder: Path, data: str, tmp_path: Path):
+    """Would catch domains that are pooled, in another order, or measured on the first text."""
+    other = tmp_path / "other.txt"
+    other.write_text("\n\n".join(f"{i} + {i} = {2 * i}, quite another text. " * 6 for i in range(60)), encoding="utf-8")
+    spec = FidelitySpec(data=data, domains=(str(other),), windows=3, length=100)
+    first, second = stage.measure_fidelity(HFModel(folder), HFModel(folder, noise=0.3), Letters(), spec, QUIET)
+    assert [first.kl.condition["data"], second.kl.condition["data"]] == ["rows.jsonl", "other.txt"]
+    alone = FidelitySpec(data=str(other), windows=3, length=100)
+    (same,) = stage.measure_fidelity(HFModel(folder), HFModel(folder, noise=0.3), Letters(), alone, QUIET)
+    assert same == second
 
 
 def test_a_model_equals_itself(folder: Path, data: str):

@@ -17,7 +17,8 @@ from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import FidelitySpec, TaskSpec
 from qspec.schema.results import Accuracy, Results
 from qspec.stages.build_plan import build_plan
-from qspec.stages.evaluate import compare, measure_fidelity
+from qspec.stages.evaluate import compare
+from qspec.stages.fidelity import measure_fidelity
 from qspec.stages.gate import Outcome, judge, parse
 from qspec.stages.quantize import quantize
 from scripts.convert_llama2c import convert
@@ -53,7 +54,7 @@ def two_bits(weight: QTensor) -> QTensor:
 def results(model: LoadedModel, quantized: QuantizedModel, name: str) -> Results:
     """Fidelity, and a task with a question for each of some hundred tokens: which one comes next?"""
     arms = [Decoder.from_float(model), Decoder.from_quantized(quantized)]
-    fidelity = measure_fidelity(*arms, model.tokenizer, TEXT, Progress(quiet=True))
+    (fidelity,) = measure_fidelity(*arms, model.tokenizer, TEXT, Progress(quiet=True))
     rows = windows(TEXT.data, TEXT.windows, TEXT.length, model.tokenizer)
     task = compare(TaskSpec(name="next"), "qspec", *(_next_tokens(arm, rows) for arm in arms))
     accuracy = Accuracy(fidelity=fidelity, tasks=(task,))

@@ -30,6 +30,8 @@ def test_a_job_that_can_run_passes(tmp_path: Path, model: LoadedModel) -> None:
         ("calibration", {"data": [{"name": "late.jsonl"}]}, "line 4: is no JSON object"),
         ("calibration", {"data": [{"name": "short.txt"}]}, "holds no row of 512 tokens"),
         ("evaluation", {"fidelity": {"data": "short.txt"}, "tasks": []}, "holds no window of 256 tokens"),
+        ("evaluation", {"fidelity": None, "needle": {"data": "short.txt", "lengths": [200]}}, "holds no window of 200"),
+        ("evaluation", {"fidelity": None, "needle": {"lengths": [512]}}, "needle.lengths 512: is above the 256 tokens"),
         ("benchmark", {"prompts": "late.jsonl"}, "line 4: is no JSON object"),
         ("benchmark", {"prompts": "short.txt", "max_new_tokens": 250}, "holds no prompt that fits"),
         ("benchmark", {"prompts": "short.txt", "categories": ["x"]}, "prompt category 'x': does not exist"),

@@ -11,7 +11,20 @@ import pytest
 
 from qspec.schema.results import Accuracy, BatchSpeed, Measurement, Mismatch, Ratio, Results, SourceCounts, Spread
 from qspec.stages import report_html, report_markdown, verdict
-from qspec.stages.document import Document, Finding, Numeral, Plot, Range, Table, Tiles, number, percent, size, tables
+from qspec.stages.document import (
+    Document,
+    Dots,
+    Finding,
+    Numeral,
+    Plot,
+    Range,
+    Table,
+    Tiles,
+    number,
+    percent,
+    size,
+    tables,
+)
 from qspec.stages.report import document, report
 from tests.stages.example_results import HOSTILE, example, measurement, ratio, speed, task
 
@@ -215,9 +228,10 @@ def test_charts_stay_inside_and_name_their_values():
     page = _Page(report_html.render(document(example())))
     charts = [attributes for tag, attributes in page.tags if tag == "svg" and "aria-hidden" not in attributes]
     rows = [chart for chart in charts if "preserveaspectratio" in chart]
-    # speeds, ratios, kinds of prompt, acceptance, time shares, subjects; plots by length, batch, position, prediction
+    # speeds, ratios, kinds of prompt, acceptance, time shares, subjects
     assert len(rows) == 3 + 3 + 3 + 3 + 3 + 2
-    assert len(charts) - len(rows) == 2 + 2 + 2 + 1
+    # needles, speedup by length and by batch, acceptance by position, prediction
+    assert len(charts) - len(rows) == 1 + 2 + 2 + 2 + 1
     assert all(chart["role"] == "img" and re.search(r"\d", chart["aria-label"] or "") for chart in charts)
     widths = [float(attributes["width"] or 0) for tag, attributes in page.tags if tag == "rect"]
     assert max(widths) <= report_html.WIDTH
@@ -264,6 +278,18 @@ def test_speed_is_shown_by_length_kind_and_batch():
     assert [(p.x, p.y) for p in gains.series[0].points] == [(2, 1.3), (4, 0.85)]
     positions = plots["The same by kind of prompt: quantized + draft"]
     assert [series.name for series in positions.series] == ["chat", "coding"]
+
+
+def test_texts_stand_beside_each_other():
+    """Would catch a loss in one language that the first text hides."""
+    results = example()
+    first = results.accuracy.fidelity
+    assert first is not None
+    ratio = measurement("perplexity ratio", 1.4, (1.3, 1.5)).model_copy(update={"condition": {"data": "korean"}})
+    other = first.model_copy(update={"perplexity_ratio": ratio, "kl": ratio})
+    page = document(results.model_copy(update={"accuracy": Accuracy(fidelity=first, domains=(other,))}))
+    (chart,) = [b for b in page.blocks if isinstance(b, Dots) and b.caption.startswith("Perplexity, quantized over")]
+    assert [(bar.label, bar.text) for bar in chart.bars] == [("wikitext2", "1.03×"), ("korean", "1.40×")]
 
 
 def test_markdown_escapes_markup():
