@@ -19,6 +19,7 @@ from tests.served import IDS, logits, transformers_model
 from tests.tiny import TEXT, tiny_model
 
 QUIET = Progress(quiet=True)
+ENDS = ("html", "md", "json", "csv")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_run_makes_a_pair_whose_drafts_change_nothing(kind: str, model: Path, ot
     out = tmp_path / "out"
     folder = pipeline.run(job(tmp_path, model, _drafts(other)[kind]), out, progress=QUIET)
     assert qspec.check(folder)
-    assert {p.name for p in (out / "report").iterdir()} == {"report.html", "report.md", "results.json"}
+    assert {p.name for p in (out / "report").iterdir()} == {*(f"report.{end}" for end in ENDS), "results.json"}
     assert not (out / "work").exists()
     results = Results.read(out / "report" / "results.json")
     assert results.speed is not None

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from qspec.bridges.quant_config import decode_kv, encode_kv, groups
-from qspec.errors import IntegrityError
+from qspec.errors import IntegrityError, SourceError
 from qspec.numerics.clipping import Clip
 from qspec.numerics.formats import FORMATS
 from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule
@@ -47,7 +47,7 @@ def parse(text: str | None) -> dict[str, Any]:
         raise IntegrityError(NAME, f"is not JSON ({error})", "write the pair again") from error
     if not isinstance(body, dict) or body.get("format_version") != VERSION:
         raise IntegrityError(NAME, f"is not of format_version {VERSION}", "write the pair again with this qspec")
-    validate(Sidecar, body, NAME, IntegrityError)
+    validate(Sidecar, body, NAME, SourceError)
     return body
 
 

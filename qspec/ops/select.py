@@ -24,8 +24,11 @@ def prepare(
     kernels: Kernels = "auto",
 ) -> Linear:
     """A callable `x_TK -> y_TN` without bias; `reference` is the eager twin of whatever `auto` would take."""
+    exact = partial(reference.linear, weight=weight, activation=activation, input_scale=input_scale)
     if kernels == "reference":
-        return partial(reference.linear, weight=weight, activation=activation, input_scale=input_scale)
+        return exact
+    if activation is not None and reference.is_int8_grouped(weight, activation):
+        return exact  # slow, and every row as if alone, as the C++ core computes it
     if reference.is_int8_dynamic(weight, activation) and "fbgemm" in torch.backends.quantized.supported_engines:
         return cpu.Int8Linear(weight.codes, weight.scale)
     if activation is None and cpu.Int4Linear.fits(weight):

@@ -78,7 +78,7 @@ def check_tokenizers(target: Tokenizer, draft: Tokenizer) -> None:
         return
     differing = sorted(
         (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
-        key=lambda token: min(ids[token] for ids in (ours, theirs) if token in ids),
+        key=lambda token: (min(ids[token] for ids in (ours, theirs) if token in ids), token),
     )
     first = differing[0]
     raise PairError(
