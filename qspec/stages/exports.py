@@ -180,6 +180,8 @@ def _vllm_kv(kv: KVScheme | None, sheet: DeviceSheet) -> Served:
         detail = f"kv_cache_scheme in config.json with stored k_scale and v_scale, flag {flag}"
         if kv.parts[0].granularity == "head" and sheet.capability is None:
             detail += "; per-head scales collapse to their maximum on CPU"
+    if kv_flag(kv) == "fp8" and sheet.capability is None:
+        detail += "; on x86 it needs AVX-512 or AMX"
     return Served(runtime="vllm", part="kv", served=served, detail=detail + _more(kv))
 
 

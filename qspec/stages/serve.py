@@ -6,10 +6,12 @@ from pathlib import Path
 import shlex
 
 from qspec.errors import PairError
+from qspec.provenance import environment
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.stages.check import examine, read_manifest
 from qspec.stages.exports import exports, vllm_arguments
+from qspec.stages.kv_served import kv_flag
 from qspec.stages.stale import measured, overridden, stale
 
 
@@ -39,9 +41,16 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
         if part.runtime == "vllm" and not part.served and (draft or part.part != "draft"):
             fix = "serve it without its draft: --no-draft" if part.part == "draft" else "make a pair that it serves"
             raise PairError(f"{part.part} of {pair}", f"vLLM cannot serve it: {part.detail}", fix)
+    if recipe.device == "cpu" and kv_flag(target.plan.kv) == "fp8" and not _wide(environment()["instruction_sets"]):
+        rule = "vLLM stores it on x86 with AVX-512 or AMX only, and this CPU has neither"
+        raise PairError(f"FP8 KV of {pair}", rule, "serve it elsewhere, or make the pair with kv: null in both halves")
     arguments = ["--served-model-name", manifest.name, *vllm_arguments(recipe, str(pair), target.plan.kv, draft=draft)]
     if recipe.device == "cpu" and manifest.validity.dtype == "float32":
         arguments += ["--dtype", "bfloat16"]  # its INT8 kernels take 16-bit inputs only
     results = measured(pair)
     unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
     return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)))
+
+
+def _wide(instruction_sets: str) -> bool:
+    return any(name.startswith(("avx512", "amx")) for name in instruction_sets.split())

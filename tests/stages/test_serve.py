@@ -7,9 +7,15 @@ import pytest
 
 from qspec.cli import main
 from qspec.errors import IntegrityError, PairError
+from qspec.stages import serve
 from qspec.stages.package import package
 from qspec.stages.serve import serving
 from tests.stages.pairs import halves, recipe
+
+
+@pytest.fixture(autouse=True)
+def wide_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "environment", lambda: {"instruction_sets": "avx2 avx512f"})
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +50,13 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(tmp_path: Path) -> N
     refused = recipe(target={"model": "tiny", "quantization": {"scheme": "W8A8", "kv": kv}})
     pair = package(*halves(tmp_path / "source"), refused, tmp_path)
     with pytest.raises(PairError, match="garbage"):
+        serving(pair)
+
+
+def test_fp8_kv_needs_a_cpu_that_vllm_has_kernels_for(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a server that loads all weights and then ends: FP8 KV on x86 without AVX-512."""
+    monkeypatch.setattr(serve, "environment", lambda: {"instruction_sets": "avx2"})
+    with pytest.raises(PairError, match="AVX-512 or AMX only"):
         serving(pair)
 
 

@@ -6,11 +6,17 @@ import pytest
 
 from qspec.cli import main
 from qspec.schema.results import Results
+from qspec.stages import serve
 from qspec.stages.check import check, read_manifest
 from qspec.stages.package import package, seal
 from qspec.stages.serve import serving
 from qspec.stages.stale import overridden, stale
 from tests.stages.pairs import KV, halves, recipe
+
+
+@pytest.fixture(autouse=True)
+def wide_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "environment", lambda: {"instruction_sets": "avx2 avx512f"})
 
 
 @pytest.fixture(scope="module")
