@@ -32,7 +32,7 @@ PAIR = Path("runs/smollm2-135m-int8-cpu/pair")
 BASELINE = Path("eval/baselines/vllm_cpu.json")
 SPACINGS = 2
 """Of bfloat16 at the best logit: the gap between two tokens that vLLM's rounding may close."""
-SMALL = ["--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "8"]
+SMALL = ["--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "8"]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
