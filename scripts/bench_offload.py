@@ -13,19 +13,20 @@ import time
 from typing import Any
 
 from bench_cli import digest, read_options, write_baseline
-from bench_spec import PLAIN, WORK, Bench, Comparison
+from bench_spec import PLAIN, WORK as MODELS, Bench, Comparison
 import torch
 
 from qspec.nn.engines import AnyDecoder, open_decoder
 from qspec.nn.offload import OffloadedDecoder, Reading, packed_path
 from qspec.progress import Progress
-from qspec.provenance import environment
+from qspec.provenance import atomic_write, environment
 from qspec.schema.spec_matrix import OffloadSubject, read_spec_matrix
 from qspec.spec.engine import generate
 from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
 from qspec.stages.bench_arm import Request
 from qspec.stages.drafting import draft_policy
 
+WORK = Path("runs/bench_offload")
 BASELINE = Path("eval/baselines/offload.json")
 CHUNK = 4 << 20
 WARM_UP_TOKENS = 2
@@ -189,17 +190,32 @@ def spread(values: Iterable[float]) -> list[float]:
 
 def main() -> None:
     args = read_options(__doc__, "offload.yaml")
-    WORK.mkdir(parents=True, exist_ok=True)
+    MODELS.mkdir(parents=True, exist_ok=True)
     progress = Progress()
     matrix = read_spec_matrix(args.matrix, OffloadSubject)
     chosen = {name: subject for name, subject in matrix.items() if re.search(args.only, name)}
     if args.list:
-        print(*chosen, sep="\n")
+        print(*(f"{'kept' if kept(name, subject) else 'to do'} {name}" for name, subject in chosen.items()), sep="\n")
         return
-    rows = [row for name, subject in chosen.items() for row in OffloadBench(name, subject, progress).rows()]
+    for name, subject in chosen.items():
+        if args.again or not kept(name, subject):
+            rows = list(OffloadBench(name, subject, progress).rows())
+            atomic_write(path_of(name, subject), json.dumps(rows))
     progress.close()
+    rows = [row for name, subject in matrix.items() for row in kept(name, subject)]
     write_baseline(BASELINE, environment() | {"torch threads": str(torch.get_num_threads())}, rows)
-    print(*(json.dumps(row) for row in rows), sep="\n")
+    print(*(json.dumps(row) for row in rows if row["category"] == "all"), sep="\n")
+
+
+def path_of(name: str, subject: OffloadSubject) -> Path:
+    """Where rows are kept: by all that decides them, so that a changed setting is measured anew."""
+    return WORK / f"{re.sub('[^a-z0-9]+', '-', name)}-{digest(subject.model_dump(mode='json'))}.json"
+
+
+def kept(name: str, subject: OffloadSubject) -> list[Row]:
+    path = path_of(name, subject)
+    found: list[Row] = json.loads(path.read_bytes()) if path.exists() else []
+    return found
 
 
 if __name__ == "__main__":
