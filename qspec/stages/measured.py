@@ -57,8 +57,8 @@ def measured(results: Results, metric: str, against: Results | None = None) -> d
 
 def _accuracy(results: Results, metric: str, against: Results | None) -> dict[str, Value]:
     tasks, needles = results.accuracy.tasks, results.accuracy.needles
-    found = [text for text in (results.accuracy.fidelity, *results.accuracy.domains) if text is not None]
-    texts = {str(text.kl.condition.get("data", "text")): text for text in found}
+    known = [text for text in (results.accuracy.fidelity, *results.accuracy.domains) if text is not None]
+    texts = {str(text.kl.condition.get("data", "text")): text for text in known}
     match metric:
         case "recovery" if against is not None:
             return {_task(task): _recovery_over(task, against) for task in tasks if task.rows}
@@ -74,8 +74,8 @@ def _accuracy(results: Results, metric: str, against: Results | None) -> dict[st
         case "perplexity_ratio":
             return {text: _value(found.perplexity_ratio) for text, found in texts.items()}
         case "needle" if needles is not None:
-            known = [r for r in (needles.pooled, *needles.lengths) if r.recovery is not None]
-            return {str(r.length or "all"): Value(r.recovery or 0.0, r.recovery_ci, r.difference.n) for r in known}
+            lengths = [r for r in (needles.pooled, *needles.lengths) if r.recovery is not None]
+            return {str(r.length or "all"): Value(r.recovery or 0.0, r.recovery_ci, r.difference.n) for r in lengths}
     return {}
 
 

@@ -65,6 +65,10 @@ def _row(r: Retrieval, arms: list[str]) -> tuple[str, ...]:
 def needle_finding(needles: Needles) -> Finding:
     """Over all lengths, in one sentence."""
     pooled, longest = needles.pooled, max(r.length for r in needles.lengths)
+    if not pooled.found["original"].value:
+        return Finding(
+            "plain", f"numbers hidden in up to {longest:,} tokens: the original finds none, so none can be lost"
+        )
     found = f"{percent(pooled.found['quantized'].value)} found, original {percent(pooled.found['original'].value)}"
     tone = TONES[shown_sign(pooled.difference.ci, pooled.p_value)]
     return Finding(tone, f"numbers hidden in up to {longest:,} tokens: {found}; {pooled.verdict}")

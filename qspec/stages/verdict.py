@@ -171,7 +171,11 @@ def _fastest(speed: Speed) -> list[Finding]:
     """The arm to use, by median decoding speed, at every temperature."""
     found: list[Finding] = []
     for temperature in dict.fromkeys(arm.temperature for arm in speed.arms):
-        best = max((a for a in speed.arms if a.temperature == temperature), key=lambda a: a.decode_rate.median)
+        timed = [a for a in speed.arms if a.temperature == temperature and a.decode_rate.n]
+        if not timed:
+            found.append(Finding("open", f"no arm was timed{at(temperature)}: every answer ended at its first token"))
+            continue
+        best = max(timed, key=lambda a: a.decode_rate.median)
         rate = f"{number(best.decode_rate.median)} tokens/s (median of {best.tpot.n} runs)"
         found.append(Finding("plain", f"fastest arm{at(temperature)}: {best.arm}, {rate}"))
     return found

@@ -113,6 +113,15 @@ def test_nothing_lost_is_no_proof(spec: NeedleSpec):
     assert "a drop of" in found.text
 
 
+def test_a_model_that_finds_none_is_no_measure(spec: NeedleSpec):
+    """Would catch "nothing lost" said of a model that never found a number."""
+    arms = {name: (lambda: Recaller(20)) for name in ("original", "quantized")}
+    needles = measure_needles(arms, LETTERS, spec, 0, Progress(quiet=True))
+    assert needle_finding(needles).text.endswith("the original finds none, so none can be lost")
+    assert needles.pooled.recovery is None
+    assert needles.pooled.kv_nll is None
+
+
 def test_report_and_gates_know_them(spec: NeedleSpec):
     """Would catch a measurement that no page shows and no gate reaches."""
     results = example().model_copy(update={"accuracy": Accuracy(needles=asked(spec, quantized=500))})

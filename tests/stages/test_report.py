@@ -108,6 +108,17 @@ def test_the_fastest_arm_is_named():
     )
 
 
+def test_answers_of_one_token_name_no_fastest_arm():
+    """Would catch an arm called fastest at a speed that nobody measured."""
+    none = Spread(median=math.nan, q1=math.nan, q3=math.nan, n=0, unit="tokens/s")
+    found = speed()
+    arms = tuple(a.model_copy(update={"decode_rate": none, "tpot": none}) for a in found.arms)
+    still = example().model_copy(update={"speed": found.model_copy(update={"arms": arms, "ratios": ()})})
+    assert _tone(still, "no arm was timed: every answer ended at its first token") == "open"
+    assert not any("fastest" in text for text in _findings(still))
+    assert report_html.render(document(still))
+
+
 def test_losslessness_is_judged_by_near_ties():
     """Would catch a fault in verification that is printed as rounding, or rounding printed as a fault."""
     tie = Mismatch(prompt=1, category="qa", position=9, margin=0.004, near_tie=True)
