@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 import sys
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -253,6 +253,39 @@ def check(
 
         print(*prove_pair(Path(pair)), sep="\n")
     print(f"{pair}: intact")
+
+
+@app.command()
+def evaluate(
+    pair: PairFolder,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make, for results and report.")],
+    backend: Annotated[
+        Literal["qspec", "hf", "vllm", "api"] | None,
+        typer.Option(help="Who answers all tasks: qspec, hf, vllm or api. Default: as the recipe says."),
+    ] = None,
+    original: Annotated[
+        str | None, typer.Option(metavar="URL", help="Of backend api: server of the original, up to and with /v1.")
+    ] = None,
+    quantized: Annotated[str | None, typer.Option(metavar="URL", help="The same of the pair's target.")] = None,
+    python: Annotated[
+        Path | None, typer.Option(metavar="FILE", envvar="QSPEC_VLLM", help="Of backend vllm: its interpreter.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Measure the accuracy of a finished pair anew, by its own engine, transformers, vLLM, or running servers.
+
+    Tasks are those of the pair's recipe, or --set evaluation.tasks='[{name: gsm8k, limit: 100}]'. Both arms get the
+    same prompts, which is checked. Servers of an OpenAI-style API are asked for completions, or, with
+    --set evaluation.api.chat=true, for chat completions.
+    """
+    from qspec.evaluate_pair import evaluate_pair
+
+    urls = {"original": original, "quantized": quantized}
+    told = [f"evaluation.api.{arm}={url}" for arm, url in urls.items() if url is not None]
+    results = evaluate_pair(pair, out, (*told, *(overrides or ())), backend, python)
+    for task in results.accuracy.tasks:
+        print(f"{task.task} ({task.backend}): {task.verdict}")
+    print(f"{out}/report.html: written")
 
 
 @app.command()

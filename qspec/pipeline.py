@@ -36,7 +36,7 @@ from qspec.stages.bench import bench
 from qspec.stages.bench_arm import Arm
 from qspec.stages.build_plan import build_plan, validate_plan
 from qspec.stages.calibrate import random_rows
-from qspec.stages.check import check, check_tokenizers, read_manifest, real_vocab
+from qspec.stages.check import check, check_tokenizers, read_manifest, real_vocab, weight_digests
 from qspec.stages.drafting import draft_policy, model_drafter
 from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
@@ -94,7 +94,7 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
         progress.stage("package and verify")
         package(target, draft, recipe, out, originals.head)
     arms = Arms(recipe, planned, originals, open_pair(pair))
-    accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: _evaluate(arms, out, progress))
+    accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: measure_accuracy(arms, out, progress))
     speed = None
     if recipe.device == "cpu":
         speed = _kept(out / "work/speed.json", Speed, lambda: _bench(arms, progress))
@@ -107,7 +107,7 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
     return pair
 
 
-def _make_parents(out: Path) -> None:
+def make_parents(out: Path) -> None:
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -247,7 +247,7 @@ def quantize_checkpoint(
     if out.exists():
         raise OutputError(str(out), "exists already", "choose another folder")
     loaded = load(model)
-    _make_parents(out)
+    make_parents(out)
     work, dtype = out.with_name(f".{out.name}.work"), source_dtype(loaded.config)
     text = Calibration(calibration, loaded.tokenizer, 0, progress)
     quantized = quantize_model(loaded, spec, fusion or FusionSpec(), text, work, dtype)
@@ -282,7 +282,8 @@ class Arms:
         return open_decoder(plain, compute_dtype(self.recipe.dtype), self.pair.target.max_length)
 
 
-def _evaluate(arms: Arms, out: Path, progress: Progress) -> Accuracy:
+def measure_accuracy(arms: Arms, out: Path, progress: Progress) -> Accuracy:
+    """The recipe's evaluation in this process; `out/work` is for what transformers reads."""
     progress.stage("evaluate")
     recipe, target = arms.recipe, arms.originals.target
     folders: dict[str, Path | None] = {"original": None, "quantized": arms.pair.folder / "target"}
@@ -338,9 +339,6 @@ def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed 
     notes = {"target": pair.model.notes}
     if pair.draft_model is not None:
         notes["draft"] = pair.draft_model.notes
-    digests = {
-        f"pair/{entry.path}": entry.sha256 for entry in pair.manifest.files if entry.path.endswith("safetensors")
-    }
     elsewhere = (
         f"Speed was not measured: qspec's engine runs on the CPU, the pair is for {recipe.device} (serve it there)."
     )
@@ -348,7 +346,7 @@ def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed 
         name=recipe.name,
         recipe=recipe.as_dict(),
         environment={**environment(), "engine": engine_name(pair.target)},
-        digests=digests,
+        digests=weight_digests(pair.manifest),
         accuracy=accuracy,
         speed=speed,
         notes=notes,

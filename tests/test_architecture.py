@@ -14,7 +14,7 @@ LAYERS = (
     ("nn", "records"),
     ("spec", "bridges"),
     ("stages",),
-    ("pipeline", ""),  # "" is qspec/__init__.py, the public face
+    ("pipeline", "evaluate_pair", ""),  # "" is qspec/__init__.py, the public face
     ("cli", "__main__"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
@@ -30,6 +30,7 @@ HOMES = {
     "datasets": "bridges.text",
     "huggingface_hub": "bridges.hub",
     "fsspec": "bridges.remote",
+    "httpx": "bridges.openai_api",
     "vllm": "bridges.vllm_heads",
     "numpy": "bridges",
     "triton": "ops",

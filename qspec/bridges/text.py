@@ -77,6 +77,13 @@ def load_rows(name: str, limit: int | None = None) -> list[Row]:
     return _find(name).rows(limit)
 
 
+def table(rows: Sequence[Row]) -> Any:
+    """Rows as a `datasets.Dataset`."""
+    from datasets import Dataset
+
+    return Dataset.from_list(list(rows))
+
+
 def data_names(recipe: Recipe, calibrates: bool = True) -> list[str]:
     """Every data set that the recipe reads, once; without the calibration text if nothing `calibrates`."""
     names = [source.name for source in recipe.calibration.data if calibrates]

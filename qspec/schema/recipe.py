@@ -246,8 +246,15 @@ MMLU_PRO_SUBJECTS = (
 )
 
 
+Backend = Literal["qspec", "hf", "vllm", "api"]
+"""Who answers a task: qspec's engine, transformers, a vLLM that is started for it, servers that run already."""
+
+
 class TaskSpec(Strict):
-    """An lm-eval task. `limit` rows per subject, `max_gen_toks` tokens per answer (None: the harness's own)."""
+    """An lm-eval task. `limit` rows per subject, `max_gen_toks` tokens per answer (None: the harness's own).
+
+    `run_code`: allows tasks that run what the model writes.
+    """
 
     name: str = "mmlu_pro"
     num_fewshot: int = Field(default=5, ge=0, le=MOST)
@@ -255,7 +262,8 @@ class TaskSpec(Strict):
     subjects: tuple[str, ...] | None = Field(default=None, min_length=1)
     max_gen_toks: int | None = Field(default=None, ge=1, le=MOST)
     chat_template: bool = False
-    backends: tuple[Literal["qspec", "hf"], ...] = Field(default=("qspec",), min_length=1)
+    run_code: bool = False
+    backends: tuple[Backend, ...] = Field(default=("qspec",), min_length=1)
 
     @model_validator(mode="after")
     def _known_subjects(self) -> "TaskSpec":
@@ -280,12 +288,29 @@ class NeedleSpec(Strict):
     repeats: int = Field(default=4, ge=1, le=MOST)
 
 
+class ApiSpec(Strict):
+    """Servers with an OpenAI-style API, one for each arm, for tasks of backend `api`; addresses end in `/v1`.
+
+    `original_model`, `quantized_model`: None: the first that the server names. `chat`: chat completions, with the
+    server's template, instead of completions. `context`: tokens (None: the least that the servers state).
+    """
+
+    original: str = Field(pattern="^https?://")
+    quantized: str = Field(pattern="^https?://")
+    original_model: str | None = None
+    quantized_model: str | None = None
+    chat: bool = False
+    context: int | None = Field(default=None, ge=16, le=MOST)
+    concurrency: int = Field(default=8, ge=1, le=1024, description="requests at once")
+
+
 class EvaluationSpec(Strict):
-    """What is checked about accuracy; None switches a part off."""
+    """What is checked about accuracy; None switches a part off. `api`: who answers tasks of that backend."""
 
     fidelity: FidelitySpec | None = FidelitySpec()
     needle: NeedleSpec | None = None
     tasks: tuple[TaskSpec, ...] = (TaskSpec(),)
+    api: ApiSpec | None = None
 
 
 class BenchmarkSpec(Strict):
@@ -398,6 +423,11 @@ class Recipe(Strict):
                 "must be a mapping of fields",
                 "start with name:, target: and draft:",
             )
+        return cls.of(data, overrides, where)
+
+    @classmethod
+    def of(cls, data: dict[str, Any], overrides: tuple[str, ...], where: str) -> "Recipe":
+        """Plain data with `overrides` put into it."""
         for override in overrides:
             set_value(data, override)
         return validate(cls, data, where)

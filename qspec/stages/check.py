@@ -71,6 +71,11 @@ def read_manifest(pair: Path) -> Manifest:
     return Manifest.parse(path.read_bytes())
 
 
+def weight_digests(manifest: Manifest) -> dict[str, str]:
+    """sha256 of both halves' weights, by path: what measurements are of."""
+    return {f"pair/{entry.path}": entry.sha256 for entry in manifest.files if entry.path.endswith("safetensors")}
+
+
 def check_tokenizers(target: Tokenizer, draft: Tokenizer) -> None:
     """Every token has one id in both; raises `PairError` naming the first that does not. Costs no model."""
     ours, theirs = target.vocabulary(), draft.vocabulary()

@@ -155,7 +155,7 @@ def _task_step(task: TaskSpec, cost: PassCost, rate: float, bandwidth: float) ->
     rows = TASK_ROWS * subjects // SUBJECTS if task.limit is None else task.limit * subjects
     prompt, answer = QUESTION_TOKENS * (task.num_fewshot + 1), min(task.max_gen_toks or ANSWER_TOKENS, ANSWER_TOKENS)
     seconds = rows * (prompt * cost.ops / rate + answer * _token_seconds(cost, rate, bandwidth))
-    return Step(task.name, f"{rows:,} questions, both arms", 2 * len(task.backends) * seconds)
+    return Step(task.name, f"{rows:,} questions, both arms", 2 * len({*task.backends} & {"qspec", "hf"}) * seconds)
 
 
 def _bench_step(recipe: Recipe, cost: PassCost, rate: float, bandwidth: float) -> Step:

@@ -16,6 +16,10 @@ from qspec.stages.fidelity import measure_fidelity
 from qspec.stages.items import compare_items, score_interval
 from qspec.stages.needle import measure_needles
 
+SERVED = ("vllm", "api")
+"""Backends that answer in processes of their own, once there is a pair to serve."""
+INCOMPARABLE = "so their scores cannot be compared"
+
 
 def evaluate(
     original: LM,
@@ -49,6 +53,9 @@ def evaluate(
             folders = [hf_folders.get(arm) for arm in ("original", "quantized")]
             if backend == "qspec":
                 arms = [harness.evaluate(lm, tokenizer, task, eos_ids, progress) for lm in (original, quantized)]
+            elif backend in SERVED:
+                skipped.append(f"{task.name} with backend {backend}: servers are asked by `qspec evaluate PAIR`")
+                continue
             elif None in folders:
                 skipped.append(f"{task.name} with backend hf: an arm has no transformers folder")
                 continue
@@ -65,7 +72,12 @@ def evaluate(
 
 
 def compare(task: TaskSpec, backend: str, original: Scores, quantized: Scores) -> TaskResult:
-    """Pair two arms item by item. Raises `SourceError` when they did not answer the same prompts."""
+    """Pair two arms item by item. Raises `SourceError` when they did not answer the same prompts in the same way."""
+    for name in original.condition.keys() | quantized.condition.keys():
+        one, other = (arm.condition.get(name) for arm in (original, quantized))
+        if one != other:
+            rule = f"is {other!r} in the quantized arm, {INCOMPARABLE}"
+            raise SourceError(f"{name} {one!r} of task {task.name}", rule, "serve both arms alike")
     rows = _pair(original.samples, quantized.samples)
     n, found = len(rows), compare_items([row.original for row in rows], [row.quantized for row in rows])
     a, b = (
@@ -75,7 +87,7 @@ def compare(task: TaskSpec, backend: str, original: Scores, quantized: Scores) -
             unit="",
             n=n,
             ci=score_interval([sample.score for sample in arm.samples]),
-            condition=arm.condition,
+            condition=arm.condition | arm.own,
         )
         for name, arm, mean in zip(("original", "quantized"), (original, quantized), found.means, strict=True)
     )
@@ -107,7 +119,7 @@ def _pair(original: Iterable[Sample], quantized: Iterable[Sample]) -> list[TaskR
         (a.doc_hash, a.prompt_hash) == (second[key].doc_hash, second[key].prompt_hash) for key, a in first.items()
     )
     if not same or not first:
-        rule = "the arms were not asked the same questions, so their scores cannot be compared"
+        rule = f"the arms were not asked the same questions, {INCOMPARABLE}"
         raise SourceError(f"{len(first)} and {len(second)} items", rule, "run both arms in one go with one tokenizer")
     return [_row(a, second[key]) for key, a in first.items()]
 

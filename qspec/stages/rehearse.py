@@ -6,6 +6,7 @@ from qspec.errors import RecipeError
 from qspec.records import LoadedModel
 from qspec.schema.recipe import Recipe
 from qspec.stages.bench import load_requests
+from qspec.stages.evaluate import SERVED
 from qspec.stages.needle import questions
 
 
@@ -28,4 +29,5 @@ def rehearse(recipe: Recipe, target: LoadedModel, calibrates: bool = True) -> No
         questions(target.tokenizer, needle, recipe.seed)
     load_requests(speed, target.tokenizer, context - speed.max_new_tokens)
     for task in recipe.evaluation.tasks:
-        harness.require(task, context)
+        if set(task.backends) - set(SERVED):
+            harness.require(task, context)

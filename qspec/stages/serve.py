@@ -14,6 +14,9 @@ from qspec.stages.exports import exports, vllm_arguments
 from qspec.stages.kv_served import kv_flag
 from qspec.stages.stale import measured, overridden, stale
 
+HALF = ("--dtype", "bfloat16")
+"""Of vLLM on a CPU, whose INT8 kernels take 16-bit inputs only."""
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -46,10 +49,16 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
         raise PairError(f"FP8 KV of {pair}", rule, "serve it elsewhere, or make the pair with kv: null in both halves")
     arguments = ["--served-model-name", manifest.name, *vllm_arguments(recipe, str(pair), target.plan.kv, draft=draft)]
     if recipe.device == "cpu" and manifest.validity.dtype == "float32":
-        arguments += ["--dtype", "bfloat16"]  # its INT8 kernels take 16-bit inputs only
+        arguments += HALF
     results = measured(pair)
     unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
     return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)))
+
+
+def original_serving(model: Path, recipe: Recipe, context: int) -> Serving:
+    """How vLLM serves the original, in `model`, on equal terms with the pair's target."""
+    arguments = ["--served-model-name", "original", "--max-model-len", str(context)]
+    return Serving(model, (*arguments, *(HALF if recipe.device == "cpu" else ())), ())
 
 
 def _wide(instruction_sets: str) -> bool:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from qspec.bridges import harness, harness_engine
-from qspec.bridges.harness_engine import CHAT, Cuts, Engine
+from qspec.bridges import harness
+from qspec.bridges.harness import engine as harness_engine, models, tasks
+from qspec.bridges.harness.engine import Engine
+from qspec.bridges.harness.prompts import CHAT, Cuts
 from qspec.bridges.hf import load_folder, load_tokenizer
 from qspec.errors import RecipeError
 from qspec.nn.decoder import Decoder
@@ -33,12 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def ours(folder: Path) -> Any:
     model = load_folder(folder)
-    return harness._engine_model(Engine(Decoder.from_float(model), model.tokenizer, EOS), QUIET)
+    return models.asked_model(Engine(Decoder.from_float(model), model.tokenizer, EOS), QUIET)
 
 
 @pytest.fixture
 def theirs(folder: Path) -> Any:
-    return harness._folder_model(folder, Cuts())
+    return models.folder_model(folder, Cuts())
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def local_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     }
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "tiny_choice.yaml").write_text(json.dumps(task))
-    monkeypatch.setattr(harness, "eval_dir", lambda: tmp_path)
+    monkeypatch.setattr(tasks, "eval_dir", lambda: tmp_path)
     return "tiny_choice"
 
 
@@ -193,10 +195,10 @@ def test_mmlu_pro_runs_offline_on_the_harness_definition(data_dir: Path, folder:
 
 def test_unknown_names_are_one_line(monkeypatch: pytest.MonkeyPatch):
     """Would catch a typo in a recipe that ends in a stack trace of the harness."""
-    monkeypatch.setattr(harness, "_index", lambda defaults: SimpleNamespace(all_tasks=["arc_easy", "hellaswag"]))
+    monkeypatch.setattr(tasks, "_index", lambda defaults: SimpleNamespace(all_tasks=["arc_easy", "hellaswag"]))
     for task, message in (
         (TaskSpec(name="helaswag"), "did you mean 'hellaswag'"),
         (TaskSpec(name="arc", subjects=("easy", "hard")), "'arc_hard'"),
     ):
-        with pytest.raises(RecipeError, match=message), harness._tasks(task):
+        with pytest.raises(RecipeError, match=message), tasks.find_tasks(task):
             pass

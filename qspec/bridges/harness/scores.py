@@ -1,0 +1,106 @@
+"""Run a task of the harness on one of its models, and keep each item's score with what it was measured under."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+import hashlib
+import math
+from typing import Any
+
+from qspec.bridges.harness.prompts import Cuts
+from qspec.bridges.harness.tasks import find_tasks
+from qspec.errors import RecipeError
+from qspec.schema.recipe import TaskSpec
+from qspec.schema.results import Scalar
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One scored item. `cut`: its answer hit the token limit; `prompt_cut`: its prompt lost its beginning."""
+
+    task: str
+    doc_id: int
+    doc_hash: str
+    prompt_hash: str
+    score: float
+    cut: bool
+    prompt_cut: bool
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A task on one arm: items in order, the metric's name, and what it was measured under.
+
+    condition: equal in arms that are compared; own: what this arm alone has, as the server that was asked.
+    """
+
+    metric: str
+    samples: list[Sample]
+    condition: dict[str, Scalar]
+    own: dict[str, Scalar] = field(default_factory=dict)
+
+
+def run(
+    model: Any, cuts: Cuts, task: TaskSpec, condition: Mapping[str, Scalar], own: Mapping[str, Scalar] | None = None
+) -> Scores:
+    """Ask `model` (the harness's interface) a task, greedily. Raises `RecipeError` for an unknown one."""
+    from lm_eval import simple_evaluate
+
+    with find_tasks(task) as (names, manager):
+        report = simple_evaluate(
+            model=model,
+            tasks=names,
+            num_fewshot=task.num_fewshot,
+            limit=task.limit,
+            gen_kwargs=None if task.max_gen_toks is None else {"max_gen_toks": task.max_gen_toks},
+            apply_chat_template=task.chat_template,
+            fewshot_as_multiturn=task.chat_template,
+            task_manager=manager,
+            bootstrap_iters=0,
+            confirm_run_unsafe_code=task.run_code,
+        )
+    metric, samples = _items(report["samples"], cuts, task)
+    return Scores(metric, samples, {**condition, **_stated(report, task, samples)}, dict(own or {}))
+
+
+def _items(found: Mapping[str, list[Any]], cuts: Cuts, task: TaskSpec) -> tuple[str, list[Sample]]:
+    """Items of all sub-tasks under the first filter, by the first metric that scores single items."""
+    first = next(iter(found.values()))[0]
+    metric = next((m for m in first["metrics"] if _score(first[m]) is not None), None)
+    if metric is None:
+        raise RecipeError(f"task {task.name!r}", "has no score per item to compare arms by", "use another task")
+    samples: list[Sample] = []
+    for name, items in found.items():
+        for item in (item for item in items if item["filter"] == items[0]["filter"]):
+            key = item["prompt_hash"]
+            flags = (key in cuts.answers, key in cuts.prompts)
+            score = _score(item[metric]) or 0.0
+            samples.append(Sample(name, item["doc_id"], item["doc_hash"], key, score, *flags))
+    label = metric if isinstance(first[metric], int | float) else f"1 / {metric}"
+    return f"{label},{first['filter']}", samples
+
+
+def _score(value: object) -> float | None:
+    """Of one item, more is better: a number; of a text's (log-likelihood, units) the reciprocal of its perplexity."""
+    match value:
+        case int() | float():
+            return float(value)
+        case (float(loglikelihood), int(units)) if units > 0:
+            return math.exp(loglikelihood / units)
+    return None
+
+
+def _stated(report: Mapping[str, Any], task: TaskSpec, samples: Iterable[Sample]) -> dict[str, Scalar]:
+    tasks = list(report["samples"])
+    config = report["configs"][tasks[0]]
+    asked = hashlib.sha256("".join(sample.prompt_hash for sample in samples).encode())
+    return {
+        "harness": str(report["lm_eval_version"]),
+        "task_version": ", ".join(sorted({str(report["versions"][name]) for name in tasks})),
+        "fewshot": ", ".join(sorted({str(report["n-shot"][name]) for name in tasks})),
+        "fewshot_form": "turns of a conversation" if task.chat_template else "one text",
+        "limit_per_task": task.limit,
+        "rows_available": sum(report["n-samples"][name]["original"] for name in tasks),
+        "chat_template": task.chat_template,
+        "max_gen_toks": (config.get("generation_kwargs") or {}).get("max_gen_toks"),
+        "prompts": asked.hexdigest()[:16],
+    }

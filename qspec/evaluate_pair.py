@@ -1,0 +1,130 @@
+"""The accuracy of a finished pair, measured anew: by this process, by vLLM, or by servers that run already."""
+
+from dataclasses import dataclass
+from pathlib import Path
+import shutil
+import sys
+
+from qspec.bridges import compressed
+from qspec.errors import OutputError, RecipeError
+from qspec.pipeline import Arms, load_originals, make_parents, measure_accuracy
+from qspec.progress import Progress
+from qspec.provenance import environment, staged_dir
+from qspec.records import QuantizedModel
+from qspec.schema.recipe import Backend, Recipe
+from qspec.schema.results import Accuracy, Results, TaskResult
+from qspec.stages.check import check, read_manifest, weight_digests
+from qspec.stages.evaluate import SERVED
+from qspec.stages.evaluate_served import Servers, evaluate_served, running, started
+from qspec.stages.load import load
+from qspec.stages.open_pair import compute_dtype, open_pair
+from qspec.stages.planned import resolve
+from qspec.stages.rehearse import rehearse
+from qspec.stages.report import report
+from qspec.stages.serve import original_serving, serving
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured, of which pair, with what at hand. python: of an environment with vLLM."""
+
+    recipe: Recipe
+    pair: Path
+    target: QuantizedModel
+    work: Path
+    python: Path
+    progress: Progress
+
+    def names(self, backend: Backend) -> bool:
+        """Whether a task wants it."""
+        return any(backend in task.backends for task in self.recipe.evaluation.tasks)
+
+    def asked(self, backend: str, servers: Servers) -> list[TaskResult]:
+        target = self.target
+        return evaluate_served(self.recipe, backend, servers, target.tokenizer, target.arch.eos_ids, self.progress)
+
+
+def evaluate_pair(
+    pair: str | Path,
+    out: str | Path,
+    overrides: tuple[str, ...] = (),
+    backend: Backend | None = None,
+    python: Path | None = None,
+    progress: Progress | None = None,
+) -> Results:
+    """Run the evaluation of a pair's recipe under `overrides`; results and report go to `out`.
+
+    backend: who answers all tasks, in place of what each names. python: interpreter of vLLM's environment. Raises
+    `RecipeError` for overrides of anything but the evaluation.
+    """
+    pair, out, progress = Path(pair), Path(out), progress or Progress()
+    made = Recipe.model_validate(read_manifest(pair).recipe)
+    recipe = _asked(made, overrides, backend)
+    if out.exists():
+        raise OutputError(str(out), "exists already", "choose another --out")
+    make_parents(out)
+    check(pair)
+    with staged_dir(out) as part:
+        job = Job(recipe, pair, compressed.read(pair / "target"), part, python or Path(sys.executable), progress)
+        served = [*_by_running(job), *_by_vllm(job)]
+        accuracy = _own(job)
+        results = Results(
+            name=recipe.name,
+            recipe=recipe.as_dict(),
+            environment=environment(),
+            digests=weight_digests(read_manifest(pair)),
+            accuracy=accuracy.model_copy(update={"tasks": (*accuracy.tasks, *served)}),
+            limits=("Speed was not measured in this run.",),
+        )
+        report(results, part)
+    return results
+
+
+def _asked(made: Recipe, overrides: tuple[str, ...], backend: Backend | None) -> Recipe:
+    recipe = Recipe.of(made.as_dict(), overrides, made.name)
+    if recipe != made.model_copy(update={"evaluation": recipe.evaluation}):
+        rule = "changes more than the evaluation"
+        raise RecipeError(", ".join(overrides), rule, "make another pair with qspec run --set")
+    if backend is None:
+        return recipe
+    tasks = tuple(task.model_copy(update={"backends": (backend,)}) for task in recipe.evaluation.tasks)
+    return recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"tasks": tasks})})
+
+
+def _by_running(job: Job) -> list[TaskResult]:
+    if not job.names("api"):
+        return []
+    with running(job.recipe.evaluation.api) as servers:
+        return job.asked("api", servers)
+
+
+def _by_vllm(job: Job) -> list[TaskResult]:
+    if not job.names("vllm"):
+        return []
+    recipe, arch, original = job.recipe, job.target.arch, job.work / "original"
+    context = min(recipe.speculation.max_length or arch.max_positions, arch.max_positions)
+    compressed.write_float(load(recipe.target), original, compute_dtype(recipe.dtype))
+    jobs = {
+        "original": original_serving(original, recipe, context),
+        "quantized": serving(job.pair, draft=False, more=["--max-model-len", str(context)]),
+    }
+    with started(job.python, jobs, context) as servers:
+        found = job.asked("vllm", servers)
+    shutil.rmtree(original)
+    return found
+
+
+def _own(job: Job) -> Accuracy:
+    """Fidelity, needles and the tasks that are answered in this process."""
+    spec = job.recipe.evaluation
+    tasks = tuple(
+        task.model_copy(update={"backends": own})
+        for task in spec.tasks
+        if (own := tuple(backend for backend in task.backends if backend not in SERVED))
+    )
+    if not (spec.fidelity or spec.needle or tasks):
+        return Accuracy()
+    recipe = job.recipe.model_copy(update={"evaluation": spec.model_copy(update={"tasks": tasks})})
+    originals = load_originals(recipe, job.progress)
+    rehearse(recipe, originals.target, calibrates=False)
+    return measure_accuracy(Arms(recipe, resolve(recipe), originals, open_pair(job.pair)), job.work, job.progress)
