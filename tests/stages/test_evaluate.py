@@ -143,6 +143,13 @@ def test_different_questions_are_refused(other: Scores):
         stage.compare(TaskSpec(), "qspec", _scores([1.0, 0.0]), other)
 
 
+def test_different_conditions_are_refused():
+    """Would catch arms served with another context, template or BOS, whose prompts' texts are equal."""
+    other = Scores("acc,none", _scores([1.0, 0.0]).samples, {"rows_available": 100, "bos": True}, {"server": "b"})
+    with pytest.raises(SourceError, match="bos None of task mmlu_pro: is True in the quantized arm"):
+        stage.compare(TaskSpec(), "api", _scores([1.0, 0.0]), other)
+
+
 def test_the_stage_runs_what_the_recipe_asks(folder: Path, data: str, monkeypatch: pytest.MonkeyPatch):
     """Would catch a switched-off part that runs, a backend that is skipped in silence, swapped arms."""
     asked: list[tuple[str, str]] = []
