@@ -69,14 +69,18 @@ struct Noise {
 struct Case {
   int32_t kind, input, n, k, group, rows;
   float input_scale;
-  bool zero;
+  bool half, zero;
 };
 
 const Case CASES[] = {
-    {INT8_DOT, INT8_INPUT, 24, 75, 75, 19, 0.0f, false},      {INT8_DOT, INT8_INPUT, 72, 192, 192, 33, 0.005f, false},
-    {INT8_DOT, INT8_GROUP_INPUT, 40, 96, 32, 9, 0.0f, false}, {INT8_DOT, INT8_INPUT, 8, 128, 64, 1, 0.0f, false},
-    {INT4_DOT, INT8_INPUT, 24, 96, 32, 5, 0.0f, true},        {INT4_DOT, INT8_GROUP_INPUT, 72, 128, 64, 11, 0.0f, true},
-    {INT4_DOT, INT8_INPUT, 40, 128, 128, 2, 0.005f, false},   {INT4_DOT, INT8_INPUT, 8, 64, 64, 1, 0.0f, false},
+    {INT8_DOT, INT8_INPUT, 24, 75, 75, 19, 0.0f, false, false},
+    {INT8_DOT, INT8_INPUT, 72, 192, 192, 33, 0.005f, false, false},
+    {INT8_DOT, INT8_GROUP_INPUT, 40, 96, 32, 9, 0.0f, true, false},
+    {INT8_DOT, INT8_INPUT, 8, 128, 64, 1, 0.0f, false, false},
+    {INT4_DOT, INT8_INPUT, 24, 96, 32, 5, 0.0f, true, true},
+    {INT4_DOT, INT8_GROUP_INPUT, 72, 128, 64, 14, 0.0f, true, false},
+    {INT4_DOT, INT8_INPUT, 40, 128, 128, 2, 0.005f, false, true},
+    {INT4_DOT, INT8_INPUT, 8, 64, 64, 1, 0.0f, false, false},
 };
 
 std::vector<float> outputs(const Kernels& run, const Case& c) {
@@ -85,19 +89,31 @@ std::vector<float> outputs(const Kernels& run, const Case& c) {
   const size_t rows = static_cast<size_t>(c.rows), groups = static_cast<size_t>(c.k / c.group);
   const size_t stride = static_cast<size_t>(c.k + 63) / 64 * 64;
   std::vector<int8_t> weights(lanes * inputs), zeros(lanes * groups), codes(rows * stride);
+  std::vector<uint16_t> half_scales(lanes * groups);
   std::vector<float> scales(lanes * groups), x(rows * stride), scratch(stride * 16), out(rows * lanes);
   std::vector<float> row_scale(rows * stride / 32);
-  std::vector<int32_t> sums(rows * stride / 32);
+  std::vector<int32_t> start(rows * stride / 32);
   for (auto& w : weights) w = static_cast<int8_t>(noise() * 128.0f);
-  for (auto& z : zeros) z = static_cast<int8_t>(8.0f + noise() * 7.9f);
+  for (auto& z : zeros) z = static_cast<int8_t>(noise() * 7.9f);
+  for (auto& s : half_scales) s = static_cast<uint16_t>(0x2200 + static_cast<int>(noise() * 511.0f));
   for (auto& s : scales) s = 0.01f + 0.005f * noise();
   for (auto& value : x) value = noise();
   weights[0] = weights[1] = -128;
   x[0] = x[1] = -1.0f;
   const int64_t bytes = static_cast<int64_t>(weights.size());
-  const Matrix w{c.kind,         c.input,       c.n,     c.k, c.group, c.input_scale, weights.data(), bytes,
-                 scales.data(), nullptr, c.zero ? zeros.data() : nullptr};
-  const Rows in{nullptr, codes.data(), row_scale.data(), sums.data(), static_cast<int64_t>(stride), c.rows};
+  const Matrix w{c.kind,
+                 c.input,
+                 c.n,
+                 c.k,
+                 c.group,
+                 c.input_scale,
+                 weights.data(),
+                 bytes,
+                 c.half ? nullptr : scales.data(),
+                 nullptr,
+                 c.half ? half_scales.data() : nullptr,
+                 c.zero ? zeros.data() : nullptr};
+  const Rows in{nullptr, codes.data(), row_scale.data(), start.data(), static_cast<int64_t>(stride), c.rows};
   for (int t = 0; t < c.rows; ++t) run.quantize_int8(x.data() + static_cast<size_t>(t) * stride, w, in, t);
   run.matmul(w, in, 0, w.panels(), scratch.data(), out.data(), c.n);
   return out;

@@ -13,15 +13,16 @@ enum InputKind : int32_t { FLOAT_INPUT, INT8_INPUT, FP8_INPUT, INT8_GROUP_INPUT 
 enum Activation : int32_t { SILU, GELU_TANH };
 enum CacheKind : int32_t { FLOAT_CACHE, INT8_CACHE, FP8_CACHE };
 
-// A weight [N, K] in panels. Codes: [N/8][K][8]; INT4 [N/8][K/8][8] int32, nibble j of a
-// word is input j of eight. Short panels and inputs are filled with zeros. Scales [N/8][groups][8], null: all 1.
-// Bias [N/8][8] or null. input_scale 0: a scale per row, made from its largest.
+// A weight [N, K] in panels. Codes [N/8][K][8]; INT4 [N/8][K/8][8] int32, nibble j of a word is input j of eight. Short
+// panels and inputs are filled with zeros. Scales [N/8][groups][8] in float32, or in float16 as `half_scale`; both null:
+// all 1. Bias [N/8][8] or null. input_scale 0: a scale per row, made from its largest.
 //
-// INT8_DOT [N/8][K/4][8][4], K filled up to a multiple of 8. It and INT4_DOT multiply integers: their inputs are INT8_INPUT (a scale per row) or INT8_GROUP_INPUT (a scale
-// per row and group of the weight), and no other kind has those. A group is all of K, or a multiple of 32.
-// INT4_DOT [N/8][K/8][8][4] bytes, K a multiple of 32: byte j of a lane's word holds input j of eight in its low half and
-// input 4 + j in its high half, as unsigned codes 0 to 15 (a signed code + 8). `zero` [N/8][groups][8] int8 is what
-// stands for 0, 0 to 15; null: 8 (symmetric codes). Other kinds have no `zero`.
+// INT8_DOT [N/8][K/4][8][4], K filled up to a multiple of 8. It and INT4_DOT multiply integers: their inputs are
+// INT8_INPUT (a scale per row) or INT8_GROUP_INPUT (one per row and group of the weight), which no other kind has. A
+// group is all of K, or a multiple of 32.
+// INT4_DOT [N/8][K/8][8][4] bytes, K a multiple of 32: byte j of a lane's word holds input j of eight in its low half
+// and input 4 + j in its high half, as unsigned codes 0 to 15 (a signed code + 8). `zero` [N/8][groups][8] int8 is the
+// signed code that stands for 0, -8 to 7; null: 0. Other kinds have no `zero`.
 struct Matrix {
   int32_t kind, input, n, k, group;
   float input_scale;
@@ -29,19 +30,22 @@ struct Matrix {
   int64_t bytes;
   const float* scale;
   const float* bias;
+  const uint16_t* half_scale;
   const int8_t* zero;
 
   int panels() const { return (n + 7) / 8; }
   int groups() const { return k / group; }
+  bool scaled() const { return scale || half_scale; }
 };
 
-// T rows of inputs as a matrix reads them: floats [T][stride], or int8 codes [T][stride] with scales and sums of codes
-// [T][groups()]: a sum per group of the weight, a scale per group or the first one for all. Strides: multiples of 64.
+// T rows of inputs as a matrix reads them: floats [T][stride], or int8 codes [T][stride]. [T][groups()]: `scale`, one per
+// group of the weight or the first for all, and `start`, what a group's sum of products begins with: it takes off what
+// kernels add to codes of weights to have them unsigned. Strides: multiples of 64.
 struct Rows {
   float* values;
   int8_t* codes;
   float* scale;
-  int32_t* sums;
+  int32_t* start;
   int64_t stride;
   int count;
 
@@ -71,7 +75,7 @@ struct Kernels {
   void (*embed)(const Matrix& m, bool in_panels, int64_t token, float factor, float* y);
   // RMSNorm of a row; gains hold the architecture's offset already.
   void (*norm)(const float* x, const float* gain, float eps, int n, float* y);
-  // Floats to codes, scales and sums of row t as an integer matrix reads them: round half to even.
+  // Floats to codes, scales and starts of row t as an integer matrix reads them: round half to even.
   void (*quantize_int8)(const float* x, const Matrix& m, const Rows& rows, int t);
   // A row rounded to e4m3 under its own scale (or a given one), in place.
   void (*round_fp8)(float* x, int n, float fixed_scale);

@@ -112,7 +112,8 @@ struct Tile {
 };
 
 inline F8 scale_at(const Matrix& w, int panel, int group) {
-  return load(w.scale + (int64_t(panel) * w.groups() + group) * 8);
+  const int64_t at = (int64_t(panel) * w.groups() + group) * 8;
+  return w.half_scale ? load_f16(w.half_scale + at) : load(w.scale + at);
 }
 
 inline void put(const Tile& t, int p, int r, F8 y) {
@@ -163,7 +164,7 @@ struct FromINT4 {
 
 template <class From, int P, int R>
 void float_tile(const Tile& t, const typename From::Code* codes, int64_t panel_codes) {
-  const int k = t.w.k, group = t.w.scale ? t.w.group : k;
+  const int k = t.w.k, group = t.w.scaled() ? t.w.group : k;
   const float* x = t.x.values + t.row * t.x.stride;
   F8 total[P][R];
   UNROLL for (int p = 0; p < P; ++p)
@@ -185,7 +186,7 @@ void float_tile(const Tile& t, const typename From::Code* codes, int64_t panel_c
       }
     }
     UNROLL for (int p = 0; p < P; ++p) {
-      const F8 scale = t.w.scale ? scale_at(t.w, t.panel + p, g) : splat(1.0f);
+      const F8 scale = t.w.scaled() ? scale_at(t.w, t.panel + p, g) : splat(1.0f);
       UNROLL for (int r = 0; r < R; ++r) total[p][r] = fma(acc[p][r], scale, total[p][r]);
     }
   }

@@ -124,9 +124,9 @@ void add_outliers(const Weight& m, const Rows& x, int first, int count, float* o
 struct Thread {
   Buffer<float> out, scratch, scores, values, row_scale, best;
   Buffer<int8_t> codes;
-  Buffer<int32_t> sums;
+  Buffer<int32_t> start;
   Buffer<int64_t> best_token;
-  Rows rows() const { return {values.get(), codes.get(), row_scale.get(), sums.get(), 0, 0}; }
+  Rows rows() const { return {values.get(), codes.get(), row_scale.get(), start.get(), 0, 0}; }
 };
 
 }  // namespace
@@ -220,8 +220,11 @@ class Model {
     routing_ = zeros<float>(BLOCK * size_t(s_.experts));
     chosen_ = scratch_for(choices, widest);
     choices_.resize(choices);
+    picked_.reserve(choices);
+    active_.reserve(s_.experts);
     order_.resize(choices);
     expert_begin_.resize(s_.experts + 1);
+    next_.resize(s_.experts + 1);
     shared_ = scratch_for(BLOCK, widest);
     for (int i = 0; i < pool.size(); ++i) {
       threads_.push_back(scratch_for(OWN_ROWS, widest));
@@ -338,7 +341,7 @@ class Model {
     t.values = zeros<float>(rows * widest);
     t.codes = zeros<int8_t>(rows * widest);
     t.row_scale = zeros<float>(rows * widest / 32);
-    t.sums = zeros<int32_t>(rows * widest / 32);
+    t.start = zeros<int32_t>(rows * widest / 32);
     return t;
   }
 
@@ -347,6 +350,7 @@ class Model {
     m.codes = arena_.copy(static_cast<const char*>(m.codes), m.bytes);
     m.scale = arena_.copy(m.scale, lanes * m.groups());
     m.bias = arena_.copy(m.bias, lanes);
+    m.half_scale = arena_.copy(m.half_scale, lanes * m.groups());
     m.zero = arena_.copy(m.zero, lanes * m.groups());
     if (!m.outlier_ends) return;
     const size_t outliers = m.outlier_ends[lanes];
@@ -548,9 +552,9 @@ class Model {
       if (expert_begin_[e + 1]) active_.push_back(e);
       expert_begin_[e + 1] += expert_begin_[e];
     }
-    std::vector<int> next = expert_begin_;
+    next_ = expert_begin_;  // of equal size: nothing is allocated here
     for (int i = 0; i < rows * each; ++i) {
-      order_[i] = next[picked_[i].expert]++;
+      order_[i] = next_[picked_[i].expert]++;
       choices_[order_[i]] = picked_[i];
     }
   }
@@ -576,7 +580,7 @@ class Model {
   Rows chosen(int begin, int count) const {
     const int64_t at = begin * row_stride_;
     float* values = chosen_.values.get() + at;
-    return {values, chosen_.codes.get() + at, chosen_.row_scale.get() + at / 32, chosen_.sums.get() + at / 32,
+    return {values, chosen_.codes.get() + at, chosen_.row_scale.get() + at / 32, chosen_.start.get() + at / 32,
             row_stride_, count};
   }
 
@@ -652,7 +656,7 @@ class Model {
   Buffer<float> hidden_, query_, mixed_, gated_, added_, routing_;
   Thread shared_, chosen_;  // inputs of a matmul: by row, and by choice
   std::vector<Choice> picked_, choices_;  // by row, and by expert
-  std::vector<int> order_, expert_begin_, active_;  // place of a picked one among the choices; each expert's first
+  std::vector<int> order_, expert_begin_, next_, active_;  // place of a picked one among the choices; experts' first
   std::vector<Thread> threads_;
   std::mutex calls_;
   std::vector<Row> rows_;       // of the call at hand
@@ -665,9 +669,9 @@ void apply(Pool& pool, const Kernels& run, const Weight& w, const float* x, int 
   auto values = zeros<float>(count * stride), scales = zeros<float>(count * stride / 32);
   auto scratch = zeros<float>(2 * stride * 8);
   auto codes = zeros<int8_t>(count * stride);
-  auto sums = zeros<int32_t>(count * stride / 32);
+  auto start = zeros<int32_t>(count * stride / 32);
   auto out = zeros<float>(count * out_stride);
-  const Rows rows{values.get(), codes.get(), scales.get(), sums.get(), stride, count};
+  const Rows rows{values.get(), codes.get(), scales.get(), start.get(), stride, count};
   for (int t = 0; t < count; ++t) prepare_row(run, w, x + int64_t(t) * w.k, rows, t);
   pool.run([&](int thread) {
     if (thread == 0) run.matmul(w, rows, 0, w.panels(), scratch.get(), out.get(), out_stride);

@@ -15,18 +15,21 @@ struct FloatLanes { __m512 v; };
 inline __m512i both(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 inline __m256i bytes_at(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline IntLanes load_quads(const uint8_t* p, int64_t next) { return {both(bytes_at(p), bytes_at(p + next))}; }
+inline FloatLanes load_scales(const float* p, int64_t next) {
+  return {_mm512_castsi512_ps(both(bytes_at(p), bytes_at(p + next)))};
+}
+inline FloatLanes load_half_scales(const uint16_t* p, int64_t next) {
+  return {_mm512_castsi512_ps(both(_mm256_castps_si256(load_f16(p).v), _mm256_castps_si256(load_f16(p + next).v)))};
+}
 inline IntLanes load_zeros(const int8_t* p, int64_t next) {
   const __m256i low = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   return {both(low, _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + next))))};
 }
-inline FloatLanes load_scales(const float* p, int64_t next) {
-  return {_mm512_castsi512_ps(both(bytes_at(p), bytes_at(p + next)))};
-}
 inline void store_strip(float* p, const FloatLanes& a) { _mm512_storeu_ps(p, a.v); }
 inline IntLanes splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline FloatLanes splat_float(float x) { return {_mm512_set1_ps(x)}; }
-inline IntLanes operator*(IntLanes a, IntLanes b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline IntLanes operator+(IntLanes a, IntLanes b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline IntLanes operator*(IntLanes a, IntLanes b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline FloatLanes operator*(FloatLanes a, FloatLanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline FloatLanes operator+(FloatLanes a, FloatLanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline FloatLanes to_floats(IntLanes a) { return {_mm512_cvtepi32_ps(a.v)}; }
@@ -38,12 +41,12 @@ inline IntLanes high_halves(IntLanes a) { return low_halves({_mm512_srli_epi16(a
 inline IntLanes dot_halves(IntLanes sums, IntLanes w, IntLanes x) { return {_mm512_dpbusd_epi32(sums.v, w.v, x.v)}; }
 inline IntLanes widened(IntLanes acc, IntLanes sums) { return acc + sums; }
 
-// Weights + 128 as unsigned bytes: sums begin with -128 times the sum of the inputs.
+// Weights + 128 as unsigned bytes.
 struct SignedBytes {
   IntLanes w;
   SignedBytes() = default;
   explicit SignedBytes(IntLanes codes) : w{_mm512_xor_si512(codes.v, _mm512_set1_epi8(-128))} {}
-  static IntLanes start(int32_t input_sum) { return splat_int(-128 * input_sum); }
+  static constexpr int32_t OFFSET = 128;
   static IntLanes input(const int8_t* x) { return splat_quad(x); }
   IntLanes dot(IntLanes acc, IntLanes x) const { return dot_halves(acc, w, x); }
 };
@@ -56,25 +59,32 @@ using IntLanes = I8;
 using FloatLanes = F8;
 
 inline FloatLanes load_scales(const float* p, int64_t) { return load(p); }
+inline FloatLanes load_half_scales(const uint16_t* p, int64_t) { return load_f16(p); }
 inline void store_strip(float* p, const FloatLanes& a) { store(p, a); }
 inline FloatLanes splat_float(float x) { return splat(x); }
 inline FloatLanes to_floats(IntLanes a) { return to_float(a); }
 
 #if defined(__AVX2__)
 
-inline IntLanes load_quads(const uint8_t* p, int64_t) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+// A value that is in a register from here on: GCC would load it once more for each use, and put off sums until the
+// registers are full.
+inline __m256i held(__m256i v) { __asm__("" : "+x"(v)); return v; }
+
+inline IntLanes load_quads(const uint8_t* p, int64_t) {
+  return {held(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
 inline IntLanes load_zeros(const int8_t* p, int64_t) {
   return {_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))};
 }
-inline IntLanes splat_int(int32_t x) { return {_mm256_set1_epi32(x)}; }
 inline IntLanes operator*(IntLanes a, IntLanes b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
+inline IntLanes splat_int(int32_t x) { return {_mm256_set1_epi32(x)}; }
 inline IntLanes splat_quad(const int8_t* p) { int32_t q; std::memcpy(&q, p, 4); return splat_int(q); }
 inline IntLanes low_halves(IntLanes a) { return {_mm256_and_si256(a.v, _mm256_set1_epi8(15))}; }
 inline IntLanes high_halves(IntLanes a) { return low_halves({_mm256_srli_epi16(a.v, 4)}); }
 
 // Sums in int16: exact for 32 inputs, 16 * 15 * 128 being 30720.
 inline IntLanes dot_halves(IntLanes sums, IntLanes w, IntLanes x) {
-  return {_mm256_add_epi16(sums.v, _mm256_maddubs_epi16(w.v, x.v))};
+  return {held(_mm256_add_epi16(sums.v, _mm256_maddubs_epi16(w.v, x.v)))};
 }
 inline IntLanes widened(IntLanes acc, IntLanes sums) {
   return {_mm256_add_epi32(acc.v, _mm256_madd_epi16(sums.v, _mm256_set1_epi16(1)))};
@@ -85,7 +95,7 @@ struct SignedBytes {
   IntLanes w, magnitude;
   SignedBytes() = default;
   explicit SignedBytes(IntLanes codes) : w(codes), magnitude{_mm256_abs_epi8(codes.v)} {}
-  static IntLanes start(int32_t) { return splat_int(0); }
+  static constexpr int32_t OFFSET = 0;
   static IntLanes input(const int8_t* x) { return splat_quad(x); }
   IntLanes dot(IntLanes acc, IntLanes x) const {
     return widened(acc, {_mm256_maddubs_epi16(magnitude.v, _mm256_sign_epi8(x.v, w.v))});
@@ -101,7 +111,7 @@ struct AnySignedBytes {
   }
   AnySignedBytes() = default;
   explicit AnySignedBytes(IntLanes codes) : w(halves(codes)) {}
-  static IntLanes start(int32_t) { return splat_int(0); }
+  static constexpr int32_t OFFSET = 0;
   static Halves input(const int8_t* x) { return halves(splat_quad(x)); }
   IntLanes dot(IntLanes acc, Halves x) const {
     const __m256i even = _mm256_madd_epi16(w.even, x.even), odd = _mm256_madd_epi16(w.odd, x.odd);
@@ -114,8 +124,8 @@ struct AnySignedBytes {
 #define LANES(expr) for (int i = 0; i < 8; ++i) r.v[i] = (expr)
 inline IntLanes load_quads(const uint8_t* p, int64_t) { IntLanes r; std::memcpy(r.v, p, 32); return r; }
 inline IntLanes load_zeros(const int8_t* p, int64_t) { IntLanes r; LANES(p[i]); return r; }
-inline IntLanes splat_int(int32_t x) { IntLanes r; LANES(x); return r; }
 inline IntLanes operator*(IntLanes a, IntLanes b) { IntLanes r; LANES(a.v[i] * b.v[i]); return r; }
+inline IntLanes splat_int(int32_t x) { IntLanes r; LANES(x); return r; }
 inline IntLanes splat_quad(const int8_t* p) { int32_t q; std::memcpy(&q, p, 4); return splat_int(q); }
 inline IntLanes low_halves(IntLanes a) { IntLanes r; LANES(a.v[i] & 0x0F0F0F0F); return r; }
 inline IntLanes high_halves(IntLanes a) { IntLanes r; LANES((a.v[i] >> 4) & 0x0F0F0F0F); return r; }
@@ -136,7 +146,7 @@ struct SignedBytes {
   IntLanes w;
   SignedBytes() = default;
   explicit SignedBytes(IntLanes codes) : w(codes) {}
-  static IntLanes start(int32_t) { return splat_int(0); }
+  static constexpr int32_t OFFSET = 0;
   static IntLanes input(const int8_t* x) { return splat_quad(x); }
   IntLanes dot(IntLanes acc, IntLanes x) const { return dot_halves(acc, w, x); }
 };

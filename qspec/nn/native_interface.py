@@ -61,6 +61,7 @@ class Matrix(ctypes.Structure):
         ("bytes", c_int64),
         ("scale", c_void_p),
         ("bias", c_void_p),
+        ("half_scale", c_void_p),
         ("zero", c_void_p),
         *[(name, c_void_p) for name in ("outlier_ends", "outlier_inputs", "outlier_values")],
     ]

@@ -31,8 +31,9 @@ Form = tuple[int, int, int, float]
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight `[N, K]` in panels; `scale` and `bias` are float32 or None, `zero` int8 or None.
+    """A weight `[N, K]` in panels; `scale`, `bias`, `half_scale` and `zero` are None where there are none.
 
+    scale: float32; half_scale: float16 in its place, for groups. bias: float32. zero: int8, of INT4.
     outliers: weights kept apart, as row ends, inputs and values of a CSR matrix whose rows lie as the panels do.
     """
 
@@ -45,13 +46,14 @@ class Packed:
     codes: Tensor
     scale: Tensor | None
     bias: Tensor | None
+    half_scale: Tensor | None = None
     zero: Tensor | None = None
     outliers: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def arrays(self) -> tuple[Tensor | None, ...]:
         """In the order of `Weight` in native/model.h."""
-        return self.codes, self.scale, self.bias, self.zero, *(self.outliers or (None, None, None))
+        return self.codes, self.scale, self.bias, self.half_scale, self.zero, *(self.outliers or (None, None, None))
 
 
 def linear_obstacle(linear: QLinear) -> str | None:
@@ -59,8 +61,8 @@ def linear_obstacle(linear: QLinear) -> str | None:
     weight, k = linear.weight, linear.weight.shape[1]
     if linear.outliers is not None and linear.activation is not None and linear.activation.fmt != INT8:
         return f"outliers beside {linear.activation.fmt.name} inputs"
-    if weight.zero_point is not None:
-        return "zero points"
+    if weight.zero_point is not None and (linear.activation is None or weight.fmt != INT4):
+        return f"zero points of {weight.fmt.name} weights" + ("" if linear.activation else " with float inputs")
     if weight.fmt not in (INT4, INT8, FP8_E4M3):
         return f"{weight.fmt.name} weights"
     if k % (group := _group(weight)) or (weight.fmt == INT4 and group % LANES):
@@ -110,16 +112,19 @@ def pack_linears(members: Sequence[Member], biases: Sequence[Tensor | None], pai
     rows = [m.shape[0] if isinstance(m, Tensor) else m.weight.shape[0] for m in members]
     k = members[0].shape[1] if isinstance(members[0], Tensor) else members[0].weight.shape[1]
     codes = _joined([_code_panels(_codes(m), kind) for m in members], paired)
-    scale = bias = None
+    scale = half = bias = zero = None
     if any(isinstance(m, QLinear) for m in members):
         scale = _joined([_panels(_row_scales(m.weight)) for m in members if isinstance(m, QLinear)], paired)
         scale = scale * _FP8_FACTOR if kind == _FP8 else scale
+        if group < k and torch.equal(scale.half().float(), scale):  # in float32 a fifth of what INT4 g32 reads
+            half, scale = scale.half(), None
+        zero = _joined_zeros([m.weight for m in members if isinstance(m, QLinear)], paired)
     if any(b is not None for b in biases):
         parts = [torch.zeros(n) if b is None else b.float() for n, b in zip(rows, biases, strict=True)]
         bias = _joined([_panels(part[:, None]) for part in parts], paired)
     n = len(codes) * LANES if len(members) > 1 else rows[0]
     outliers = _pack_outliers(members, rows, k, paired)
-    return Packed(kind, input_kind, n, k, group, input_scale, codes, scale, bias, outliers=outliers)
+    return Packed(kind, input_kind, n, k, group, input_scale, codes, scale, bias, half, zero, outliers)
 
 
 def pack_rows(weight_VK: Tensor) -> Packed:
@@ -150,6 +155,13 @@ def _joined(panels: Sequence[Tensor], paired: bool) -> Tensor:
     if len(panels) == 1:
         return panels[0]  # a head is large: no second copy
     return torch.stack(list(panels), 1).flatten(0, 1) if paired else torch.cat(list(panels))
+
+
+def _joined_zeros(weights: Sequence[QTensor], paired: bool) -> Tensor | None:
+    if all(weight.zero_point is None for weight in weights):
+        return None
+    parts = [torch.zeros_like(w.scale) if w.zero_point is None else w.zero_point for w in weights]
+    return _joined([_panels(part.to(torch.int8)) for part in parts], paired)
 
 
 def _codes(member: Member) -> Tensor:

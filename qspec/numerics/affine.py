@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qspec.numerics.blocks import Granularity, PerBlock, PerTensor, from_blocks, scale_shape, to_blocks
+from qspec.numerics.blocks import Granularity, PerBlock, PerGroup, PerTensor, from_blocks, scale_shape, to_blocks
 from qspec.numerics.clipping import ABSMAX, Clip, clipped_range
-from qspec.numerics.codes import dequantize_blocks, quantize_blocks, range_scale, symmetric_scale
+from qspec.numerics.codes import dequantize_blocks, half_scale, quantize_blocks, range_scale, symmetric_scale
 from qspec.numerics.formats import NumFormat
 
 
@@ -56,7 +56,7 @@ def quantize_weight(
     clip: Clip = ABSMAX,
     importance_K: Tensor | None = None,
 ) -> QTensor:
-    """Round a weight to nearest: clip, scale and codes in one call.
+    """Round a weight to nearest: clip, scale and codes in one call. Scales of groups are numbers that float16 holds.
 
     `importance_K`, the mean square of each input channel, makes the `mse` clip minimise the error of the *output*
     (channels taken as uncorrelated) instead of the weight's own.
@@ -64,6 +64,8 @@ def quantize_weight(
     weight_PS = None if importance_K is None else _block_weights(importance_K, w_NK.shape[0], granularity)
     lo, hi = clipped_range(to_blocks(w_NK, granularity), fmt, clip, symmetric, weight_PS)
     scale, zero = range_scale(lo, hi, fmt, symmetric)
+    if isinstance(granularity, PerGroup):
+        scale = half_scale(scale)
     return quantize_matrix(w_NK, scale, zero, fmt, granularity)
 
 

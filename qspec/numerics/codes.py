@@ -1,8 +1,9 @@
 """Scales and codes of blocks `[blocks, size]`: `x ≈ scale * (code - zero_point)`. Knows no matrix shape."""
 
+import torch
 from torch import Tensor
 
-from qspec.numerics.formats import SCALE_FLOOR, NumFormat
+from qspec.numerics.formats import HALF_FLOOR, SCALE_FLOOR, NumFormat
 
 
 def symmetric_scale(amax: Tensor, fmt: NumFormat) -> Tensor:
@@ -25,6 +26,12 @@ def range_scale(lo: Tensor, hi: Tensor, fmt: NumFormat, symmetric: bool) -> tupl
     if fmt.is_float:
         raise ValueError(f"{fmt.name} is symmetric only: a float format has no zero point")
     return affine_scale(lo, hi, fmt)
+
+
+def half_scale(scale: Tensor) -> Tensor:
+    """The nearest scales that float16 holds, where it holds any: many scales are many bytes, which decoding reads."""
+    half = scale.half().float().clamp_min(HALF_FLOOR)
+    return torch.where(half.isinf(), scale, half)
 
 
 def quantize_blocks(x: Tensor, scale: Tensor, zero: Tensor | None, fmt: NumFormat) -> Tensor:

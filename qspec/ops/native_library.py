@@ -53,12 +53,16 @@ def library() -> Path:
     return build(cache_folder())
 
 
-def library_name() -> str:
+def library_name(sources: Path = SOURCES) -> str:
     """File name with a digest of what the library is made from."""
     digest = hashlib.sha256(repr((FLAGS, UNIT_FLAGS, platform.machine(), sys.platform)).encode())
-    for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+    for path in _sources(sources):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return f"qspec-{digest.hexdigest()[:16]}.so"
+
+
+def _sources(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
 
 
 def cache_folder() -> Path:
@@ -73,28 +77,33 @@ def compiler() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """Compile the library into `folder`, whole or not at all. Raises `NoLibrary`."""
+    """Compile the library into `folder`, whole or not at all, from a copy: its name is of what was compiled.
+
+    Raises `NoLibrary`.
+    """
     cxx = compiler()
     if cxx is None or sys.platform not in ("linux", "darwin"):
         raise NoLibrary("there is no C++ compiler (c++, g++ or clang++)" if cxx is None else f"no {sys.platform} build")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = _compile(cxx, Path(scratch))
-            return made.replace(folder / library_name())
+            copied = Path(scratch)
+            for source in _sources(SOURCES):
+                shutil.copy(source, copied)
+            return _compile(cxx, copied).replace(folder / library_name(copied))
     except OSError as error:
         raise NoLibrary(f"{folder} cannot be written ({error.strerror})") from error
 
 
-def _compile(cxx: str, scratch: Path) -> Path:
-    sources = sorted(SOURCES.glob("*.cpp"))
-    objects = [scratch / f"{source.stem}.o" for source in sources]
+def _compile(cxx: str, folder: Path) -> Path:
+    sources = sorted(folder.glob("*.cpp"))
+    objects = [source.with_suffix(".o") for source in sources]
     commands = [
         [cxx, *FLAGS, *unit_flags(cxx, source.name), "-c", str(source), "-o", str(made)]
         for source, made in zip(sources, objects, strict=True)
     ]
     run_all(commands)
-    made = scratch / "library.so"
+    made = folder / "library.so"
     run_all([[cxx, "-shared", "-pthread", *map(str, objects), "-o", str(made)]])
     return made
 

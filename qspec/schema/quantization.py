@@ -176,6 +176,9 @@ class QuantSpec(Strict):
         le=MOST,
         description=f"inputs that share a scale: of W4A16 and W4A8 ({GROUP}), and of W8A8 (none: a scale per row)",
     )
+    symmetric: bool = Field(
+        default=True, description="false: groups of 4-bit weights have zero points, for ranges that do not centre on 0"
+    )
     clip: ClipSpec = ClipSpec()
     smoothing: SmoothingSpec | None = None
     rotation: RotationSpec | None = None
@@ -245,6 +248,14 @@ class QuantSpec(Strict):
             raise ValueError("outliers belong to engine qspec; set engine: qspec, or leave outliers out")
         if self.outliers is not None and self.schemes == {"none"}:
             raise ValueError("outliers are kept beside rounded weights, scheme none rounds nothing; set another scheme")
+        return self
+
+    @model_validator(mode="after")
+    def _zero_points_have_a_subject(self) -> "QuantSpec":
+        if not self.symmetric and not self.schemes & {"W4A16", "W4A8"}:
+            raise ValueError("symmetric: false is for 4-bit weights; set scheme: W4A16 or W4A8, or leave it out")
+        if not self.symmetric and self.mixed is not None:
+            raise ValueError("mixed weighs symmetric schemes; leave symmetric: false out, or name schemes by rules")
         return self
 
     @model_validator(mode="after")

@@ -36,7 +36,9 @@ def _asked(name: str, own_group: int | None, spec: QuantSpec, clip: Clip) -> Lay
     scheme = layer_scheme(name, own_group or spec.group_size or GROUP, clip)
     if scheme is None:
         return None
-    scheme = replace(scheme, outliers=spec.outliers.share if spec.outliers is not None else 0.0)
+    symmetric = spec.symmetric or scheme.weight.fmt != INT4
+    weight = replace(scheme.weight, symmetric=symmetric)
+    scheme = replace(scheme, weight=weight, outliers=spec.outliers.share if spec.outliers is not None else 0.0)
     return in_groups(scheme, own_group) if name == "W8A8" and own_group is not None else scheme
 
 
@@ -112,10 +114,11 @@ def scheme_label(scheme: LayerScheme | None) -> str:
     if scheme is None:
         return "none"
     group = f" g{scheme.weight.granularity.size}" if isinstance(scheme.weight.granularity, PerGroup) else ""
+    zeros = "" if scheme.weight.symmetric else " asymmetric"
     clip = "" if scheme.weight.clip.method == "absmax" else f" {scheme.weight.clip.method}"
     sparse = f" +{scheme.outliers:g}%" if scheme.outliers else ""
     wide = "".join(f" {side}:e5m2" for side, part in _sides(scheme) if part.fmt == FP8_E5M2)
-    return scheme.name + group + clip + sparse + wide
+    return scheme.name + group + zeros + clip + sparse + wide
 
 
 def _sides(scheme: LayerScheme) -> list[tuple[str, TensorScheme]]:

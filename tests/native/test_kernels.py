@@ -37,9 +37,10 @@ def _library() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("inputs", [ROW, GROUP])
-def test_groups_equal_their_twin(bits: int, group: int, asymmetric: bool, inputs: int) -> None:
+def test_groups_equal_their_twin(bits: int, group: int, half: bool, asymmetric: bool, inputs: int) -> None:
     """Catches a group's scale, zero point or sum of inputs that is its neighbour's, and int16 sums that overflow."""
     if asymmetric and bits == 8:
         pytest.skip("INT8 weights have no zero points")
@@ -49,21 +50,21 @@ def test_groups_equal_their_twin(bits: int, group: int, asymmetric: bool, inputs
     codes_NK = torch.randint(low, high, (n, k), dtype=torch.int16, generator=generator)
     codes_NK[0], codes_NK[1] = high - 1, low  # the largest sums
     codes_NK = codes_NK.to(torch.uint8 if bits == 4 else torch.int8)
-    scale_NG = torch.rand(n, k // group, generator=generator) + 0.1
-    zero_NG = torch.randint(0, 16, (n, k // group), dtype=torch.int8, generator=generator) if asymmetric else None
+    scale_NG = (torch.rand(n, k // group, generator=generator) + 0.1).half().float()
+    zero_NG = torch.full(scale_NG.shape, 8) if bits == 4 else None
+    if asymmetric:
+        zero_NG = torch.randint(0, 16, scale_NG.shape, generator=generator)
     codes = int4_codes(codes_NK) if bits == 4 else panels(codes_NK.view(torch.int32))
-    zero = None if zero_NG is None else panels(zero_NG)
-    kind = INT4_DOT if bits == 4 else INT8_DOT
-    packed = Packed(kind, inputs, n, k, group, 0.0, codes, panels(scale_NG), None, zero)
+    scales = (None, None, panels(scale_NG).half()) if half else (panels(scale_NG), None, None)
+    zero = panels((zero_NG - 8).to(torch.int8)) if asymmetric and zero_NG is not None else None
+    packed = Packed(INT4_DOT if bits == 4 else INT8_DOT, inputs, n, k, group, 0.0, codes, *scales, zero)
     x_TK = torch.randn(19, k, generator=generator)
     x_TK[2] = x_TK[2].sign()
     x_TK[3] = 1
     x_TK[4] = 0
-    if bits == 4 and zero_NG is None:
-        zero_NG = torch.full_like(scale_NG, 8)
     want = reference.grouped_int8_linear(x_TK, codes_NK, scale_NG, zero_NG, inputs == GROUP)
     for isa in instruction_sets():
-        for rows in (1, 2, 3, 4, 7, 8, 19):
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 19):
             assert torch.equal(native_linear(packed, x_TK[:rows], isa), want[:rows]), (isa, rows)
 
 

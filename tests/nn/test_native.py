@@ -1,6 +1,6 @@
 """The C++ core against the torch decoder and the reference kernels, and against itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 import os
@@ -86,8 +86,11 @@ def close(got: Tensor, want: Tensor) -> None:
     assert got.shape == want.shape
     # float32 sums of two layers, before rounding has met a tie
     assert (got[0] - want[0]).abs().max() < 1e-4
-    # a last-bit difference at the edge of an 8-bit code moves that row, and through the cache later ones, by up to 1 %
-    assert (got - want).norm() < 0.01 * want.norm()
+    # A last-bit difference at the edge of an 8-bit code moves that row, and through the cache later ones, by up to 2 %;
+    # in a mixture it may send one row to another expert.
+    rows = ((got - want).norm(dim=1) / want.norm(dim=1)).sort().values
+    assert rows[:-1].square().mean().sqrt() < 0.02
+    assert rows[-1] < 0.5
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -190,6 +193,29 @@ def test_every_format_equals_its_reference(
         assert torch.equal(got, want)
     # float32 sums of 384 products in another order
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_scales_are_halved_only_where_nothing_is_lost() -> None:
+    """Catches scales of another tool that float16 rounds: the core would compute another model than the reference."""
+    linear = layer(16, 64, INT4, PerGroup(32), TensorScheme(INT8, PerToken(), dynamic=True))
+    packed = pack_linears([linear], [None])
+    assert (packed.scale, packed.half_scale is None) == (None, False)
+    exact = replace(linear, weight=replace(linear.weight, scale=linear.weight.scale * (1 + 2**-20)))
+    packed = pack_linears([exact], [None])
+    assert (packed.scale is None, packed.half_scale) == (False, None)
+    x_TK = torch.randn(3, 64)
+    assert torch.equal(native_linear(packed, x_TK), reference.linear(x_TK, exact.weight, exact.activation, None))
+
+
+def test_zero_points_of_merged_layers() -> None:
+    """Catches zero points under the rows of another member, and a symmetric member that gets those of its neighbour."""
+    inputs = TensorScheme(INT8, PerToken(), dynamic=True)
+    w_NK = torch.rand(16, 64) - 0.2
+    skewed = QLinear(quantize_weight(w_NK, INT4, PerGroup(32), symmetric=False), inputs, None, None)
+    members = [skewed, layer(16, 64, INT4, PerGroup(32), inputs)]
+    x_TK = torch.randn(3, 64)
+    want = [reference.linear(x_TK, member.weight, member.activation, None) for member in members]
+    assert torch.equal(native_linear(pack_linears(members, [None, None]), x_TK), torch.cat(want, 1))
 
 
 @pytest.mark.parametrize("scheme", ["none", *SCHEMES])
@@ -378,6 +404,21 @@ def test_failed_builds_say_why(what: Missing, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(NoLibrary):
         native_library.build(folder)
     assert not folder.is_dir() or not list(folder.iterdir())
+
+
+def test_a_library_is_named_for_what_it_was_compiled_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches sources that change while the compiler runs, and the old library under their name for good."""
+    source, run_all = tmp_path / "one.cpp", native_library.run_all
+    source.write_text("int one() { return 1; }")
+
+    def changes_sources(commands: Sequence[Sequence[str]]) -> None:
+        source.write_text("int one() { return 2; }")
+        run_all(commands)
+
+    monkeypatch.setattr(native_library, "SOURCES", tmp_path)
+    monkeypatch.setattr(native_library, "run_all", changes_sources)
+    before = native_library.library_name(tmp_path)
+    assert native_library.build(tmp_path / "out").name == before != native_library.library_name(tmp_path)
 
 
 TREE = (-1, 0, 0, 1, 2, 2, 5, -1, 7)

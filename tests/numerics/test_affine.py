@@ -128,6 +128,15 @@ def test_zero_and_tiny_blocks_keep_a_usable_scale(fmt: NumFormat) -> None:
         assert (q.dequantize() == 0).all()
 
 
+def test_scales_of_groups_are_float16_numbers() -> None:
+    """Catches a group's scale that rounds below the floor, or to infinity, or in float32 alone."""
+    w_NK = torch.randn(4, 64) * torch.tensor([[0.0], [1e-9], [1.0], [1e9]])
+    q = quantize_weight(w_NK, INT8, PerGroup(32))
+    assert torch.equal(q.scale[:3], q.scale[:3].half().float())
+    assert (q.scale >= SCALE_FLOOR).all()
+    torch.testing.assert_close(q.dequantize()[2:], w_NK[2:], rtol=0, atol=float(q.scale[3].max()))
+
+
 def test_clip_reaches_the_codes() -> None:
     """Catches a clip that is computed and then not used."""
     w_NK = torch.cat([torch.linspace(-1, 1, 99), torch.tensor([100.0])])[None]

@@ -139,8 +139,8 @@ def test_importance_belongs_to_columns(granularity: Granularity, chunk: int, mon
     lo, hi = clipped_range(blocks_BS, INT4, Clip(), True)
     table = torch.stack([squared_error(blocks_BS, lo * f, hi * f, INT4, True, weight_BS) for f in SHRINK])
     found = (weight_BS * to_blocks(q.dequantize() - w_NK, granularity).square()).sum(1, dtype=torch.float64)
-    # Equal but for the order of float32 products.
-    assert torch.allclose(found, table.amin(0).flatten(), rtol=1e-5)
+    # Equal but for the order of float32 products; scales of groups are rounded to float16 after the search.
+    assert torch.allclose(found, table.amin(0).flatten(), rtol=0.01 if isinstance(granularity, PerGroup) else 1e-5)
 
 
 def test_equal_importance_changes_nothing() -> None:

@@ -100,8 +100,10 @@ def test_weight_sqnr_is_that_of_the_quantizer(fmt: NumFormat, granularity: Granu
     w = torch.randn(500, 256) * torch.rand(500, 1)
     error = quantize_weight(w, fmt, granularity).dequantize() - w
     expected = 10 * math.log10(w.double().square().sum() / error.double().square().sum())
-    # The same float32 codes; squares are rounded to float32 before they are added (1e-7, or 5e-7 dB).
-    assert weight_sqnr_db(w, fmt, granularity) == pytest.approx(expected, abs=1e-5)
+    # The same float32 codes; squares are rounded to float32 before they are added (1e-7, or 5e-7 dB). Scales of groups
+    # are rounded to float16, which the estimate leaves out: up to 2.4e-4 of a code, whose half is the largest error.
+    tolerance = 1e-3 if isinstance(granularity, PerGroup) else 1e-5
+    assert weight_sqnr_db(w, fmt, granularity) == pytest.approx(expected, abs=tolerance)
 
 
 def test_sqnr_of_uniform_weights_follows_the_formula():

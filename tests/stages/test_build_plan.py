@@ -55,6 +55,18 @@ def test_schemes_are_the_presets_of_that_name(name: str, weight: tuple, activati
     assert found == activation
 
 
+def test_zero_points_are_for_4_bit_weights_alone():
+    """Would catch zero points that INT8 rows get too, and a recipe that asks for them where nothing has any."""
+    mixed = QuantSpec(scheme="W4A8", symmetric=False, rules=(RuleSpec(match="down_proj", scheme="W8A8"),))
+    plan = build_plan(mixed)
+    assert [s.weight.symmetric for s in (plan.default, plan.rules[-1].scheme) if s is not None] == [False, True]
+    assert scheme_label(plan.default) == "W4A8 g128 asymmetric"
+    with pytest.raises(ValueError, match="symmetric: false is for 4-bit weights"):
+        QuantSpec(scheme="W8A8", symmetric=False)
+    with pytest.raises(ValueError, match="mixed weighs symmetric schemes"):
+        QuantSpec(symmetric=False, mixed=MixedSpec(bits=6))
+
+
 def test_ignore_rules_clip_and_kv_reach_the_plan():
     """Would catch a recipe field that the plan drops."""
     spec = QuantSpec(
