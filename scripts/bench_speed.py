@@ -1,0 +1,313 @@
+"""Time the arms of a matrix in turns, by lengths and batch, in qspec's engine or through servers; print speedups."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+import json
+from pathlib import Path
+import re
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+from bench_cli import digest, read_options, write_baseline
+from engine_cells import served_in
+import torch
+
+from qspec.bridges.openai_api import Api
+from qspec.bridges.text import prompts
+from qspec.errors import RecipeError, SourceError
+from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
+from qspec.pipeline import Calibration, load_originals, quantize_model
+from qspec.progress import Progress
+from qspec.provenance import environment
+from qspec.records import LoadedModel, Tokenizer
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import CalibrationSpec, FusionSpec, LookupDraft, ModelDraft, SelfDraft
+from qspec.schema.speed_matrix import Lengths, SpeedSubject, read_speed_matrix
+from qspec.spec.batch import Prompt, generate_batch
+from qspec.spec.drafters.synthetic import SyntheticDrafter
+from qspec.spec.types import Drafter, Generation, Sampling
+from qspec.stages.bench import bandwidth
+from qspec.stages.bench_served import load_server
+from qspec.stages.check import real_vocab
+from qspec.stages.drafting import lookup_drafter, model_drafter, request_policy
+from qspec.stages.planned import PlannedPair, resolve
+from qspec.stages.report import write
+from qspec.stages.speed_report import document
+from qspec.stages.speed_study import Row, Timed, ceiling, largest_batches, row, timed
+from qspec.stages.transform import truncate_layers
+
+WORK = Path("runs/bench_speed")
+CALIBRATION = CalibrationSpec(samples=8, length=256)
+WARM_UP_TOKENS = 4
+LOADS = 4
+"""Requests of a server, times how many it gets at once: it must be busy for longer than it takes to start."""
+Measure = Callable[[str, Lengths, int], Timed]
+
+
+@dataclass(frozen=True)
+class Cell:
+    shape: str
+    batch: int
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Study:
+    """A subject and what is kept of it: a line for every cell, when all its arms are timed."""
+
+    name: str
+    subject: SpeedSubject
+    arms: tuple[str, ...]
+    place: str
+
+    @property
+    def path(self) -> Path:
+        told = [self.subject.model_dump(mode="json"), self.arms, self.place]
+        return WORK / f"{self.name}-{digest(told)}.jsonl"
+
+    @property
+    def cells(self) -> list[Cell]:
+        s = self.subject
+        return [Cell(shape, batch, i) for i in range(s.repeats) for shape in s.shapes for batch in s.batches]
+
+    def kept(self) -> dict[Cell, dict[str, Timed]]:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        entries = [json.loads(line) for line in lines]
+        return {Cell(**e["cell"]): {arm: Timed(**told) for arm, told in e["arms"].items()} for e in entries}
+
+    def run(self, measure: Measure, progress: Progress) -> None:
+        """All arms of a cell in turns, the first one rotating."""
+        todo = [cell for cell in self.cells if cell not in self.kept()]
+        for cell in progress.track(todo, self.name, len(todo), "cell"):
+            first = cell.repeat % len(self.arms)
+            order = self.arms[first:] + self.arms[:first]
+            found = {arm: measure(arm, self.subject.shapes[cell.shape], cell.batch) for arm in order}
+            with self.path.open("a", encoding="utf-8") as file:
+                told = {arm: asdict(run) for arm, run in found.items()}
+                file.write(json.dumps({"cell": asdict(cell), "arms": told}) + "\n")
+
+    def rows(self, speed: float | None) -> Iterator[Row]:
+        """By shape, batch and arm; speed: bytes per second of this machine, None: the device's data sheet."""
+        kept, subject = self.kept(), self.subject
+        for shape, lengths in subject.shapes.items():
+            for batch in subject.batches:
+                by_arm = {
+                    arm: {c.repeat: runs[arm] for c, runs in kept.items() if (c.shape, c.batch) == (shape, batch)}
+                    for arm in self.arms
+                }
+                for arm, mine in by_arm.items():
+                    if mine:
+                        head = {"model": self.name, "arm": arm, "shape": shape, "batch": batch}
+                        head |= {"prompt": lengths.prompt, "new": lengths.new, "engine": self.place}
+                        found = head | row(mine, by_arm[self.arms[0]], subject.ttft_s)
+                        yield found | self._against_ceiling(arm, found, lengths, speed)
+
+    def _against_ceiling(self, arm: str, found: Row, lengths: Lengths, speed: float | None) -> Row:
+        spec, planned = self.subject.arms[arm], self.planned(arm)
+        sheet = planned.sheet.bandwidth_tb_s
+        rate = speed if speed is not None else sheet and sheet * 1e12
+        drafting = planned.drafting if spec.draft is not None else None
+        size = {"weights_mb": round(planned.target.bytes.resident / 1e6, 1), "synthetic": spec.synthetic}
+        size["draft_mb"] = round(drafting.resident / 1e6, 1) if drafting else 0.0
+        if not rate:
+            return size
+        draft_bytes = drafting.cost.weight_bytes if drafting else 0.0
+        least = ceiling(planned.target.bytes.cost, rate, found["batch"], lengths, draft_bytes, found)
+        return size | {"ceiling_tpot_ms": round(least, 4), "of_ceiling": round(least / found["tpot_ms"][0], 3)}
+
+    def planned(self, arm: str) -> PlannedPair:
+        return resolve(self.subject.recipe(arm))
+
+
+class Engine:
+    """The models of a subject in memory; arms of equal formats share theirs."""
+
+    def __init__(self, subject: SpeedSubject, progress: Progress) -> None:
+        self.subject, self.progress = subject, progress
+        self.model = load_originals(subject.recipe(next(iter(subject.arms))), progress).target
+        self._decoders: dict[str, AnyDecoder] = {}
+        self._answers: dict[str, list[Generation]] = {}
+
+    @cached_property
+    def text(self) -> Calibration:
+        return Calibration(CALIBRATION, self.model.tokenizer, self.subject.seed, self.progress)
+
+    def measure(self, arm: str, lengths: Lengths, batch: int) -> Timed:
+        asked, target = self.prompts(lengths, batch), self.target(arm)
+        drafters = [self.drafter(arm, lengths, tokens) for tokens in asked]
+        before = peak_memory(reset=True)
+        begin = perf_counter()
+        found = self._run(target, arm, asked, drafters, lengths.new)
+        return timed(found, perf_counter() - begin, max(0, peak_memory() - before))
+
+    def prompts(self, lengths: Lengths, batch: int) -> list[list[int]]:
+        return make_prompts(self.subject, self.model.tokenizer, lengths, batch)
+
+    def target(self, arm: str) -> AnyDecoder:
+        return self._decoder(self.model, self.subject.arms[arm].quantization)
+
+    def drafter(self, arm: str, lengths: Lengths, prompt: list[int]) -> Drafter | None:
+        """One that has learned nothing, for one request."""
+        spec, real = self.subject.arms[arm], real_vocab(self.model.tokenizer)
+        if spec.synthetic is not None:
+            key = digest([spec.quantization.model_dump(mode="json"), prompt, lengths.new])
+            if key not in self._answers:
+                self._answers[key] = self._run(self.target(arm), arm, [prompt], [None], lengths.new)
+            return SyntheticDrafter(prompt, self._answers[key][0].tokens, spec.synthetic, real)
+        if spec.draft is None:
+            return None
+        if isinstance(spec.draft, LookupDraft):
+            return lookup_drafter(spec.draft)
+        if not isinstance(spec.draft, SelfDraft | ModelDraft):
+            raise RecipeError(f"draft of {arm}", "is none that this study knows", "use a model, a copy, or a lookup")
+        return model_drafter(self._draft(arm, spec.draft).fork(), spec.draft, self.model.arch, real)
+
+    def _draft(self, arm: str, draft: SelfDraft | ModelDraft) -> AnyDecoder:
+        model = self.model
+        if isinstance(draft, ModelDraft):
+            found = load_originals(self.subject.recipe(arm), self.progress).draft
+            assert found is not None
+            model = found
+        elif draft.layers is not None:
+            model = truncate_layers(model, draft.layers)
+        return self._decoder(model, draft.quantization)
+
+    def _run(
+        self,
+        target: AnyDecoder,
+        arm: str,
+        asked: Sequence[list[int]],
+        drafters: Sequence[Drafter | None],
+        new: int,
+    ) -> list[Generation]:
+        policy = self.subject.arms[arm].policy
+        requests = [
+            Prompt(tokens, new, torch.Generator().manual_seed(i), drafter, request_policy(policy) if drafter else None)
+            for i, (tokens, drafter) in enumerate(zip(asked, drafters, strict=True))
+        ]
+        none_ends = ()  # as many tokens from every arm
+        return generate_batch(target, requests, Sampling(), none_ends, policy.by_batch)
+
+    def _decoder(self, model: LoadedModel, spec: QuantSpec) -> AnyDecoder:
+        key = digest([spec.model_dump(mode="json"), model.source, model.arch.n_layers])
+        if key not in self._decoders:
+            with TemporaryDirectory(dir=WORK) as work:
+                quantized = quantize_model(model, spec, FusionSpec(), self.text, Path(work), torch.float32)
+                length = min(self.subject.max_length + 1, model.arch.max_positions)
+                self._decoders[key] = open_decoder(quantized, max_length=length)
+        return self._decoders[key]
+
+
+def make_prompts(subject: SpeedSubject, tokenizer: Tokenizer, lengths: Lengths, count: int) -> list[list[int]]:
+    """Different prompts of exactly that length: real text in the chat template, or tokens at random."""
+    source = subject.prompts
+    if source.random:
+        generator = torch.Generator().manual_seed(subject.seed)
+        drawn = torch.randint(real_vocab(tokenizer), (count, lengths.prompt), generator=generator)
+        return [[int(token) for token in row] for row in drawn]
+    texts = [prompt.text for prompt in prompts(source.name, 10_000, [source.category])]
+    found: list[list[int]] = []
+    for i in range(len(texts)):
+        joined = i
+        text = texts[i]
+        while len(text) < 8 * lengths.prompt and joined + 1 < len(texts):
+            joined += 1
+            text += "\n\n" + texts[joined]
+        if (tokens := served_in(lengths.prompt, text, tokenizer)) is not None:
+            found.append(tokens)
+        if len(found) == count:
+            return found
+    rule = f"has {len(found)} prompts of {lengths.prompt} tokens"
+    raise SourceError(f"{source.name} {source.category}", rule, f"{count} are needed: lower the batch or the length")
+
+
+def peak_memory(reset: bool = False) -> int:
+    """Bytes that this process has held at most since the last reset (Linux; 0 elsewhere)."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+    return 1024 * int(found[1]) if found else 0
+
+
+def warm_up(subject: SpeedSubject, arms: Sequence[str], measure: Measure) -> None:
+    shortest = min(subject.shapes.values(), key=lambda lengths: lengths.prompt)
+    for arm in arms:
+        measure(arm, Lengths(prompt=shortest.prompt, new=WARM_UP_TOKENS), 1)
+
+
+def by_servers(subject: SpeedSubject, servers: dict[str, Api], tokenizer: Tokenizer) -> Measure:
+    def measure(arm: str, lengths: Lengths, at_once: int) -> Timed:
+        asked = make_prompts(subject, tokenizer, lengths, LOADS * at_once)
+        return load_server(servers[arm], asked, lengths.new, at_once)
+
+    return measure
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", action="append", default=[], metavar="ARM=URL")
+    parser.add_argument("--out", type=Path, default=Path("eval/baselines/speed_cpu.json"))
+    parser.add_argument("--report", type=Path, default=WORK / "report")
+    parser.add_argument("--rows", action="store_true")
+
+
+def studies(args: argparse.Namespace) -> list[Study]:
+    """Of the matrix; with servers all of them take their arms' places."""
+    found = []
+    for name, subject in read_speed_matrix(args.matrix).items():
+        arms = tuple(told.partition("=")[0] for told in args.server) or tuple(subject.arms)
+        for arm in arms:
+            if arm not in subject.arms:
+                raise RecipeError(f"--server {arm}=…", "is no arm of the matrix", f"one of: {', '.join(subject.arms)}")
+        found.append(Study(name, subject, arms, "server" if args.server else "qspec"))
+    return [study for study in found if re.search(args.only, study.name)]
+
+
+def run(study: Study, servers: dict[str, Api], progress: Progress) -> str:
+    """Time what is not kept yet; the name of the engine."""
+    if servers:
+        model = load_originals(study.subject.recipe(study.arms[0]), progress).target
+        measure = by_servers(study.subject, servers, model.tokenizer)
+        place = ", ".join(f"{arm}: {api.facts().engine}" for arm, api in servers.items())
+    else:
+        engine = Engine(study.subject, progress)
+        measure, place = engine.measure, engine_name(engine.target(study.arms[0]))
+    warm_up(study.subject, study.arms, measure)
+    study.run(measure, progress)
+    return place
+
+
+def main() -> None:
+    args = read_options(__doc__, "speed_cpu.yaml", add_options)
+    WORK.mkdir(parents=True, exist_ok=True)
+    every, progress = studies(args), Progress()
+    servers = {arm: Api(url) for arm, _, url in (told.partition("=") for told in args.server)}
+    if args.list:
+        print(*(f"{len(s.kept())} of {len(s.cells)} cells kept, {len(s.arms)} arms, {s.name}" for s in every), sep="\n")
+        return
+    facts: dict[str, Any] = environment() | {"torch threads": str(torch.get_num_threads())}
+    for study in () if args.rows else every:
+        if args.again:
+            study.path.unlink(missing_ok=True)
+        facts["engine"] = run(study, servers, progress)
+    progress.close()
+    local = not servers and all(study.subject.device == "cpu" for study in every)
+    speed = bandwidth().value if local else None
+    if speed:
+        facts["memory read, GB/s"] = f"{speed / 1e9:.2f}"
+    rows = [row for study in every for row in study.rows(speed)]
+    limits = [each for study in every for each in largest_batches(list(study.rows(speed)), study.subject.ttft_s)]
+    write_baseline(args.out, facts, [*rows, *limits])
+    page = write(document(facts, [*rows, *limits]), args.report)
+    for each in rows:
+        print(json.dumps({key: each.get(key) for key in ("shape", "batch", "arm", "tokens_s", "tpot_ms", "speedup")}))
+    print(f"{page}: written")
+
+
+if __name__ == "__main__":
+    main()
