@@ -6,13 +6,14 @@ W windows, T tokens of one, V vocabulary.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 import math
+from statistics import mean
 
 import torch
 from torch import Tensor
 
 from qspec.nn.lm import LM
 from qspec.numerics.clipping import ABSMAX
-from qspec.numerics.fidelity import bootstrap_ci, kl_divergence, nll, top1_agreement
+from qspec.numerics.fidelity import kl_divergence, nll, top1_agreement
 from qspec.numerics.paired import shown_sign
 from qspec.numerics.student import mean_interval
 from qspec.plan import KVScheme, LayerScheme, QuantPlan
@@ -50,17 +51,22 @@ def _predictions(lm: LM, window: Sequence[int]) -> Tensor:
 
 
 def summary(means: Windows) -> dict[str, float | list[float]]:
-    """Means over windows with bootstrap intervals; perplexity is `exp` of the mean negative log-likelihood."""
-    kl, top1, loss = (torch.tensor(means[metric], dtype=torch.float64) for metric in METRICS)
+    """Means over windows with their intervals; perplexity is `exp` of the mean negative log-likelihood."""
+    kl, top1, loss = (means[metric] for metric in METRICS)
     return {
-        "kl": float(kl.mean()),
-        "ci": list(bootstrap_ci(kl)),
-        "top1": float(top1.mean()),
-        "top1_ci": list(bootstrap_ci(top1)),
-        "ppl": math.exp(loss.mean()),
-        "ppl_ci": [math.exp(bound) for bound in bootstrap_ci(loss)],
-        "n": kl.numel(),
+        "kl": mean(kl),
+        "ci": list(_interval(kl, 0.0)),
+        "top1": mean(top1),
+        "top1_ci": list(_interval(top1, 0.0, 1.0)),
+        "ppl": math.exp(mean(loss)),
+        "ppl_ci": [math.exp(bound) for bound in _interval(loss, 0.0)],
+        "n": len(kl),
     }
+
+
+def _interval(values: Sequence[float], low: float, high: float = math.inf) -> tuple[float, float]:
+    """Student's t over windows, which are few; a single one knows no more than its limits."""
+    return mean_interval(values, low=low, high=high) or (low, high)
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,8 @@ def verdict(ours: Mapping[str, Windows], peers: Mapping[str, Windows]) -> str:
 def _arm(engine: str, name: str | None, arms: Mapping[str, Windows]) -> str:
     if name is None:
         return f"{engine}: none"
-    values_W = torch.tensor(arms[name]["kl"], dtype=torch.float64)
-    lo, hi = bootstrap_ci(values_W)
-    return f"{engine} {name} {float(values_W.mean()):.5f} [{lo:.5f}, {hi:.5f}]"
+    values, (lo, hi) = arms[name]["kl"], _interval(arms[name]["kl"], 0.0)
+    return f"{engine} {name} {mean(values):.5f} [{lo:.5f}, {hi:.5f}]"
 
 
 def exported_format(plan: QuantPlan, arch: ArchMap) -> tuple[dict[str, LayerScheme | None], KVScheme | None]:

@@ -39,10 +39,11 @@ def test_means_of_windows_equal_direct_computation(tmp_path: Path) -> None:
 
 
 def test_summary() -> None:
-    """Catches intervals that do not hold their mean, and perplexity as a mean of exponentials."""
+    """Catches a bootstrap of two windows taken for an interval, and perplexity as a mean of exponentials."""
     rows = summary({"kl": [0.1, 0.3], "top1": [0.5, 1.0], "nll": [0.0, 2.0]})
     assert rows["kl"] == pytest.approx(0.2)
-    assert rows["ci"] == [pytest.approx(0.1), pytest.approx(0.3)]
+    assert rows["ci"] == [0.0, pytest.approx(0.2 + 12.7062 * 0.1)]  # t of one degree of freedom; KL is not below 0
+    assert rows["top1_ci"] == [0.0, 1.0]
     assert rows["ppl"] == pytest.approx(2.718281828)
     assert rows["n"] == 2
 
