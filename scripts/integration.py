@@ -25,6 +25,7 @@ from qspec.spec.engine import generate
 from qspec.spec.types import Generation, Sampling
 from qspec.stages.bench import load_requests
 from qspec.stages.bench_arm import Request
+from qspec.stages.check import read_manifest
 from qspec.stages.open_pair import LoadedPair, open_pair
 from qspec.stages.serve import serving
 
@@ -127,6 +128,8 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     requests, _ = load_requests(spec, pair.model.tokenizer, 1000 - args.new)
     requests = requests[: args.prompts]
     k = pair.recipe.speculation.draft_length.k
+    if pair.head is not None:  # vLLM asks a head for no more than it drafts
+        k = min(k, pair.head.shape.n_predict)
     its_plain = served(args.pair, args.python, requests, args.new, args.port, draft=False)
     its = served(args.pair, args.python, requests, args.new, args.port, draft=True)
     plain = [ours(pair, request, args.new, 0) for request in requests]
@@ -140,6 +143,12 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
             yield {"compared": name} | compare(pair, request, a, b)
     yield acceptance("qspec", *counted(mine, k))
     yield acceptance("vLLM", its.drafts, its.accepted)
+
+
+def others(pair: str) -> list[Row]:
+    """Rows that the baseline holds of other pairs."""
+    kept = json.loads(BASELINE.read_bytes())["rows"] if BASELINE.exists() else []
+    return [row for row in kept if row["pair"] != pair]
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
@@ -166,8 +175,9 @@ def main() -> int:
     args = parser.parse_args()
     os.environ |= ENVIRONMENT
     found = vllm.version(args.python)
-    rows = list(rows_of(args))
-    write_baseline(BASELINE, environment() | {"vllm": found}, rows)
+    name = read_manifest(args.pair).name
+    rows = [{"pair": name} | row for row in rows_of(args)]
+    write_baseline(BASELINE, environment() | {"vllm": found}, [*others(name), *rows])
     print(*map(json.dumps, rows), sep="\n")
     wrong = verdict(rows)
     print(*wrong or ["as it should be"], sep="\n")
