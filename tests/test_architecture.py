@@ -33,7 +33,7 @@ HOMES = {
     "httpx": "bridges.openai_api",
     "vllm": "bridges.vllm_heads",
     "numpy": "bridges",
-    "triton": "ops",
+    "triton": "ops.cuda",
     "pydantic": "schema",
     "yaml": "schema",
     "typer": "cli",
