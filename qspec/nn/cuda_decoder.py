@@ -1,0 +1,183 @@
+"""A decoder for CUDA: `nn.lm.BatchLM` and `HiddenLM` over static tensors, so that every pass is one captured graph.
+
+All sequences of a model share one cache with a slot for each. T rows of a pass, V vocabulary, K nodes of a tree.
+Short passes (decoding, verification) run for the first slots together; longer ones (prompts) one sequence at a time.
+On a CPU everything runs the same way on the eager twins of the operations.
+"""
+
+from collections.abc import Sequence
+from typing import Self
+import weakref
+
+import torch
+from torch import Tensor
+
+from qspec.errors import RecipeError
+from qspec.nn.cuda_cache import CudaCache
+from qspec.nn.cuda_model import CudaModel, load
+from qspec.nn.cuda_pass import NODES, Inputs, Passes, batch_bucket, head, prefill, row_bucket
+from qspec.nn.states import States
+from qspec.numerics.trees import Parents, depths
+from qspec.records import LoadedModel, QuantizedModel
+
+CHUNK = 2048
+"""Rows of a prompt that go through the model together: bounds the memory of a pass."""
+
+
+class Pool:
+    """A model, its cache and graphs, and which slots are free. Shared by all sequences."""
+
+    def __init__(self, model: CudaModel, length: int, sequences: int) -> None:
+        self.model, self.cache = model, CudaCache(model, sequences, length)
+        self.passes = Passes(model, self.cache)
+        self.free = list(range(sequences))
+
+    def take(self) -> int:
+        """The lowest free slot: passes cover all slots below the highest in use."""
+        if not self.free:
+            given = f"{self.cache.sequences + 1} sequences at once"
+            raise RecipeError(given, f"the cache was made for {self.cache.sequences}", "open it with more `sequences`")
+        slot = min(self.free)
+        self.free.remove(slot)
+        return slot
+
+
+class CudaDecoder:
+    """One sequence of a model."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.arch, self._pool, self._slot = pool.model.arch, pool, pool.take()
+        self._length, self._states = 0, States()
+        self._tree: Parents = ()  # nodes that wait behind `length`
+        weakref.finalize(self, pool.free.append, self._slot)
+
+    @classmethod
+    def load(
+        cls,
+        model: LoadedModel | QuantizedModel,
+        dtype: torch.dtype = torch.bfloat16,
+        max_length: int | None = None,
+        sequences: int = 1,
+        device: torch.device | str = "cuda",
+    ) -> Self:
+        """Pack a model onto a device, with room for `sequences` of `max_length` positions.
+
+        Raises `RecipeError` for what `cuda_model.obstacle` names.
+        """
+        packed = load(model, torch.device(device), dtype)
+        return cls(Pool(packed, max_length or model.arch.max_positions, sequences))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.arch.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return self._pool.cache.length
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= self._length, f"truncate to {length} of {self._length}"
+        self._states.truncate(length)
+        self._length, self._tree = length, ()
+
+    def hidden(self, count: int = 1) -> Tensor:
+        return self._states.newest(count)
+
+    def fork(self) -> Self:
+        """Another, empty sequence on the same weights; `RecipeError` where no slot is free."""
+        return type(self)(self._pool)
+
+    @torch.inference_mode()
+    def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        if len(tokens_T) > NODES:
+            return self._read(tokens_T, last)
+        logits_TV = self.forward_many([self], [tokens_T], [None])[0]
+        return logits_TV if last is None else logits_TV[-last:]
+
+    def forward_tree(self, tokens_T: Tensor, parents_K: Parents) -> Tensor:
+        return self.forward_many([self], [tokens_T], [parents_K])[0]
+
+    @torch.inference_mode()
+    def keep(self, path: Sequence[int]) -> None:
+        edges = zip((-1, *path), path, strict=False)
+        assert all(self._tree[node] == parent for parent, node in edges), f"{path} is no path from the root"
+        if list(path) != list(range(len(path))):
+            self._pool.cache.keep(self._slot, self._length, path)
+        self._states.keep(path)
+        self._length, self._tree = self._length + len(path), ()
+
+    @classmethod
+    @torch.inference_mode()
+    def forward_many(
+        cls, sequences: Sequence["CudaDecoder"], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
+    ) -> list[Tensor]:
+        pool, asked = sequences[0]._pool, list(zip(sequences, tokens, parents, strict=True))
+        assert all(sequence._pool is pool for sequence in sequences), "forks of different weights"
+        if any(max(len(tokens_T), len(up or ())) > NODES for _, tokens_T, up in asked):
+            return [sequence._alone(tokens_T, up) for sequence, tokens_T, up in asked]
+        batch = batch_bucket(max(sequence._slot for sequence in sequences) + 1, pool.cache.sequences)
+        given = Inputs.padding(batch, row_bucket(max(map(len, tokens))))
+        for sequence, tokens_T, parents_K in asked:
+            sequence._place(given, tokens_T, parents_K)
+        logits_BRV, hidden_BRH = pool.passes(given.to(pool.model.device))
+        out = []
+        for sequence, tokens_T, parents_K in asked:
+            rows = slice(len(tokens_T))
+            sequence._advance(len(tokens_T), parents_K, hidden_BRH[sequence._slot, rows].clone())
+            out.append(logits_BRV[sequence._slot, rows].clone())
+        return out
+
+    def _alone(self, tokens_T: Tensor, parents_K: Parents | None) -> Tensor:
+        if parents_K is None:
+            return self.forward(tokens_T)
+        if len(parents_K) > NODES:
+            rule = f"a pass on CUDA tells {NODES} nodes apart"
+            raise RecipeError(f"a tree of {len(parents_K)} nodes", rule, "draft fewer")
+        return self.forward_tree(tokens_T, parents_K)
+
+    def _place(self, given: Inputs, tokens_T: Tensor, parents_K: Parents | None) -> None:
+        """Write this sequence's rows into a pass."""
+        count, size = len(tokens_T), len(tokens_T) if parents_K is None else len(parents_K)
+        end = self._length + size
+        assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
+        up = list(range(-1, count - 1)) if parents_K is None else list(parents_K)
+        assert up[: size - count] == list(self._tree[: size - count]), "another tree than the one begun"
+        row = self._slot, slice(count)
+        given.tokens_BR[row] = tokens_T.cpu()
+        given.positions_BR[row] = self._length + torch.tensor(depths(up)[-count:])
+        given.slots_BR[row] = torch.arange(end - count, end)
+        given.ancestors_BR[row] = torch.tensor(ancestors(up)[-count:])
+        given.lengths_B[self._slot] = self._length
+
+    def _advance(self, count: int, parents_K: Parents | None, hidden_TH: Tensor) -> None:
+        if parents_K is None:
+            self._length, self._tree = self._length + count, ()
+            self._states.append(hidden_TH.float(), self._length)
+        else:
+            self._tree = tuple(parents_K)
+            self._states.offer(hidden_TH.float(), len(parents_K))
+
+    def _read(self, tokens_T: Tensor, last: int | None) -> Tensor:
+        """A long text, in chunks; of the last one or of all the logits that are asked for."""
+        end = self._length + len(tokens_T)
+        assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
+        pool, start, hidden = self._pool, self._length, list[Tensor]()
+        for part_R in tokens_T.split(CHUNK):
+            given = Inputs.chain(part_R[None], torch.tensor([start])).to(pool.model.device)
+            hidden.append(prefill(pool.model, pool.cache, self._slot, pool.passes.rope, given, start)[0])
+            start += len(part_R)
+        hidden_TH = torch.cat(hidden)[-(last or len(tokens_T)) :]
+        self._advance(len(tokens_T), None, hidden_TH)
+        return head(pool.model, hidden_TH[None])[0][0]
+
+
+def ancestors(parents_K: Parents) -> list[int]:
+    """The nodes that each sees, itself among them, as bits of an int64."""
+    seen = list[int]()
+    for node, parent in enumerate(parents_K):
+        seen.append((seen[parent] if parent >= 0 else 0) | 1 << node)
+    return [bits - (1 << 64) if bits >> 63 else bits for bits in seen]

@@ -1,0 +1,199 @@
+"""One pass of a model over static tensors: B sequences, R rows of each, N = B * R; nothing is read on the host.
+
+On a GPU each size of a pass is captured as a CUDA graph when it is first asked for, and replayed after; on a CPU the
+same function is called. Which sizes there are, `row_bucket` and `batch_bucket` say.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from qspec.nn.cuda_cache import CudaCache
+from qspec.nn.cuda_model import CudaLayer, CudaModel, Rounded
+from qspec.ops import cuda as ops
+from qspec.ops.cuda_types import KVLayer
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
+NODES = 64
+"""Rows of one sequence that a pass tells apart: the bits of an int64."""
+ROWS = (*range(1, 10), 12, 16, 24, 32, 48, NODES)
+"""Rows per sequence that graphs are captured for."""
+
+
+def row_bucket(rows: int) -> int:
+    """The size of the pass that `rows` go into; the rest is padding."""
+    return ROWS[bisect_left(ROWS, rows)]
+
+
+def batch_bucket(sequences: int, most: int) -> int:
+    """The next power of two, but no more than there are."""
+    return min(1 << (sequences - 1).bit_length(), most)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """int64: tokens, positions, slots in the cache (-1: padding), ancestors (bits of the nodes seen), lengths."""
+
+    tokens_BR: Tensor
+    positions_BR: Tensor
+    slots_BR: Tensor
+    ancestors_BR: Tensor
+    lengths_B: Tensor
+
+    @classmethod
+    def padding(cls, batch: int, rows: int, device: torch.device | None = None) -> "Inputs":
+        """Rows that nothing is written for and that see nothing."""
+        zeros = [torch.zeros(batch, rows, dtype=torch.long, device=device) for _ in range(4)]
+        zeros[2].fill_(-1)
+        return cls(*zeros, torch.zeros(batch, dtype=torch.long, device=device))
+
+    @classmethod
+    def chain(cls, tokens_BR: Tensor, lengths_B: Tensor) -> "Inputs":
+        """The next R tokens of each sequence, behind what its cache holds."""
+        rows_R = torch.arange(tokens_BR.shape[1], device=tokens_BR.device)
+        positions_BR = lengths_B[:, None] + rows_R
+        ancestors_R = (torch.full_like(rows_R, 2) << rows_R) - 1  # bit 63 wraps to -1: all bits, as it should be
+        return cls(tokens_BR, positions_BR, positions_BR, ancestors_R.expand_as(positions_BR), lengths_B)
+
+    def to(self, device: torch.device) -> "Inputs":
+        return Inputs(*(x.to(device, non_blocking=True) for x in _tensors(self)))
+
+
+Outputs = tuple[Tensor, Tensor]
+"""Float32 logits `[B, R, V]`, and the states behind them `[B, R, H]`."""
+
+
+def run(model: CudaModel, layers: list[KVLayer], rope: tuple[Tensor, Tensor], x: Inputs) -> Outputs:
+    """Up to `NODES` rows of every sequence, through the model."""
+    scale = model.arch.attention_scale or model.arch.head_dim**-0.5
+
+    def attend(i: int, q_BRQD: Tensor) -> Tensor:
+        return ops.attend(q_BRQD, layers[i], x.lengths_B, x.ancestors_BR, scale)
+
+    return head(model, _body(model, layers, rope, x, attend))
+
+
+def prefill(
+    model: CudaModel, cache: CudaCache, slot: int, rope: tuple[Tensor, Tensor], x: Inputs, start: int
+) -> Tensor:
+    """Any number of rows of one sequence behind `start` positions; normed states `[1, R, H]`."""
+    end, layers = start + x.tokens_BR.shape[1], [_slot(layer, slot) for layer in cache.first(cache.sequences)]
+    mask_RL = torch.ones(end - start, end, dtype=torch.bool, device=model.device).tril(start) if start else None
+
+    def attend(i: int, q_1RQD: Tensor) -> Tensor:
+        k_1GLD, v_1GLD = cache.read(i, slot, end)
+        q_1QRD = q_1RQD.transpose(1, 2)
+        y_1QRD = F.scaled_dot_product_attention(
+            q_1QRD, k_1GLD, v_1GLD, mask_RL, is_causal=not start, scale=model.arch.attention_scale, enable_gqa=True
+        )
+        return y_1QRD.transpose(1, 2)
+
+    return _body(model, layers, rope, x, attend)
+
+
+def head(model: CudaModel, hidden_BRH: Tensor) -> Outputs:
+    """Logits behind normed states."""
+    b, r, h = hidden_BRH.shape
+    rounded = model.head.round(hidden_BRH.reshape(b * r, h))
+    return model.head(rounded).view(b, r, -1).float(), hidden_BRH
+
+
+def _body(
+    model: CudaModel,
+    layers: list[KVLayer],
+    rope: tuple[Tensor, Tensor],
+    x: Inputs,
+    attend: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    (b, r), eps = x.tokens_BR.shape, model.arch.norm_eps
+    x_NH = F.embedding(x.tokens_BR.reshape(-1), model.embed_VH) * model.arch.embed_scale
+    residual_NH: Tensor | None = None
+    for i, layer in enumerate(model.layers):
+        *rounded, residual_NH = ops.add_rms_norm(
+            x_NH, residual_NH, layer.input_norm, eps, layer.qkv.fmt, layer.qkv.scale
+        )
+        q_BRQD, k_BRGD, v_BRGD = _heads(model, layer, (rounded[0], rounded[1]), b, r)
+        q_BRQD = ops.rope_write(q_BRQD, k_BRGD, v_BRGD, *rope, x.positions_BR, x.slots_BR, layers[i])
+        x_NH = layer.o(layer.o.round(attend(i, q_BRQD).reshape(b * r, -1)))
+        *rounded, residual_NH = ops.add_rms_norm(
+            x_NH, residual_NH, layer.mlp_norm, eps, layer.gate_up.fmt, layer.gate_up.scale
+        )
+        gate_up_N2I = layer.gate_up((rounded[0], rounded[1]))
+        x_NH = layer.down(ops.silu_mul(gate_up_N2I, layer.down.fmt, layer.down.scale))
+    hidden_NH, _, _ = ops.add_rms_norm(x_NH, residual_NH, model.norm, eps, None)
+    return hidden_NH.view(b, r, -1)
+
+
+def _heads(model: CudaModel, layer: CudaLayer, x: Rounded, b: int, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    a = model.arch
+    sizes = [a.n_heads, a.n_kv_heads, a.n_kv_heads]
+    q, k, v = layer.qkv(x).view(b, r, -1, a.head_dim).split(sizes, 2)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = (
+            ops.add_rms_norm(y.reshape(-1, a.head_dim), None, gain, a.norm_eps, None)[0].view(y.shape)
+            for y, gain in ((q, layer.q_norm), (k, layer.k_norm))
+        )
+    return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def _slot(layer: KVLayer, slot: int) -> KVLayer:
+    k_scale, v_scale = (x[slot : slot + 1] if isinstance(x, Tensor) else x for x in (layer.k_scale, layer.v_scale))
+    return KVLayer(layer.k_BGLD[slot : slot + 1], layer.v_BGLD[slot : slot + 1], k_scale, v_scale)
+
+
+class Passes:
+    """`run` of a model over one cache, by graphs where the device has them. A replay overwrites the last result."""
+
+    def __init__(self, model: CudaModel, cache: CudaCache) -> None:
+        self._model, self._cache = model, cache
+        self.rope = model.rope(cache.length)
+        self._graphs: dict[tuple[int, int], Graph[Inputs, Outputs]] = {}
+
+    def __call__(self, x: Inputs) -> Outputs:
+        """Inputs of bucket sizes; logits and states, valid until the next pass of the same size."""
+        b, r = x.tokens_BR.shape
+        if (b, r) not in self._graphs:
+            layers, padding = self._cache.first(b), Inputs.padding(b, r, self._model.device)
+            self._graphs[b, r] = Graph(lambda given: run(self._model, layers, self.rope, given), padding)
+        return self._graphs[b, r](x)
+
+
+class Graph(Generic[Given, Result]):
+    """A function of tensors (fields of a dataclass) captured once and replayed; called directly on a CPU.
+
+    Captured on `static`: the function is run on it three times before, so it must be harmless.
+    """
+
+    def __init__(self, function: Callable[[Given], Result], static: Given) -> None:
+        self._function, self._static = function, static
+        self._tensors: list[Tensor] = _tensors(static)
+        self._graph = torch.cuda.CUDAGraph() if self._tensors[0].is_cuda else None
+        if self._graph is None:
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # kernels compile and tune themselves before capture
+                function(static)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._graph):
+            self._out = function(static)
+
+    def __call__(self, given: Given) -> Result:
+        if self._graph is None:
+            return self._function(given)
+        for mine, theirs in zip(self._tensors, _tensors(given), strict=True):
+            mine.copy_(theirs, non_blocking=True)
+        self._graph.replay()
+        return self._out
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [getattr(x, field.name) for field in fields(x)]
