@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from qspec.nn.cuda_model import CudaModel
-from qspec.ops.cuda_types import KVLayer
+from qspec.ops.cuda import KVLayer
 
 
 class CudaCache:
-    """Tensors that never move, so that captured graphs may hold their addresses."""
+    """Tensors that never move, so that captured graphs may hold their addresses.
+
+    Position `length` is one more than sequences may use: padding rows are written there.
+    """
 
     def __init__(self, model: CudaModel, sequences: int, length: int) -> None:
         self.sequences, self.length = sequences, length
@@ -47,7 +50,7 @@ class CudaCache:
 
     def _layer(self, i: int) -> KVLayer:
         a, model = self._model.arch, self._model
-        shape = (self.sequences, a.n_kv_heads, self.length, a.head_dim)
+        shape = (self.sequences, a.n_kv_heads, self.length + 1, a.head_dim)
         if model.kv is None:
             keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
             return KVLayer(keys, values)
@@ -64,7 +67,7 @@ def _narrowed(layer: KVLayer, start: int, count: int) -> KVLayer:
     return KVLayer(layer.k_BGLD.narrow(0, start, count), layer.v_BGLD.narrow(0, start, count), *scales)
 
 
-def _values(codes_1GLD: Tensor, scale: Tensor | float | None, end: int) -> Tensor:
-    if scale is None:
+def _values(codes_1GLD: Tensor, scale: Tensor | float, end: int) -> Tensor:
+    if codes_1GLD.element_size() > 1:
         return codes_1GLD
     return codes_1GLD.float() * (scale[:, :, :end, None] if isinstance(scale, Tensor) else scale)

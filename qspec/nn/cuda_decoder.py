@@ -120,7 +120,7 @@ class CudaDecoder:
         if any(max(len(tokens_T), len(up or ())) > NODES for _, tokens_T, up in asked):
             return [sequence._alone(tokens_T, up) for sequence, tokens_T, up in asked]
         batch = batch_bucket(max(sequence._slot for sequence in sequences) + 1, pool.cache.sequences)
-        given = Inputs.padding(batch, row_bucket(max(map(len, tokens))))
+        given = Inputs.padding(batch, row_bucket(max(map(len, tokens))), pool.cache.length)
         for sequence, tokens_T, parents_K in asked:
             sequence._place(given, tokens_T, parents_K)
         logits_BRV, hidden_BRH = pool.passes(given.to(pool.model.device))

@@ -1,18 +1,18 @@
 """A model's weights on a CUDA device, merged and packed for `ops.cuda`: what `nn.cuda_decoder` runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from qspec.errors import QspecError, RecipeError
+from qspec.errors import RecipeError
 from qspec.nn.attention import rope_tables
 from qspec.nn.linear import joined_rows, merge_obstacle
 from qspec.numerics.blocks import PerTensor, PerToken
 from qspec.numerics.formats import FP8_E4M3, INT8, NumFormat
 from qspec.ops import cuda as ops
-from qspec.ops.cuda_types import CudaWeight, pack
+from qspec.ops.cuda import CudaWeight, pack
 from qspec.plan import KVScheme, TensorScheme
 from qspec.records import EMBEDDING, ArchMap, LoadedModel, QLinear, QuantizedModel
 
@@ -98,7 +98,7 @@ def load(model: LoadedModel | QuantizedModel, device: torch.device, dtype: torch
     arch, layers = model.arch, tuple(source.layer(name) for name in model.arch.layers)
     embed_VH = model.tensors[EMBEDDING].to(device, dtype)
     tied = arch.tied and "lm_head" not in source.linears
-    head = Matrix(pack(embed_VH, dtype, device)) if tied else source.matrix("lm_head")
+    head = Matrix(_floats(embed_VH)) if tied else source.matrix("lm_head")
     kv = model.plan.kv if isinstance(model, QuantizedModel) else None
     scales = _kv_scales(model) if isinstance(model, QuantizedModel) and kv is not None and kv.stored else ()
     return CudaModel(arch, dtype, embed_VH, layers, source.gain("model.norm"), head, kv.fmt if kv else None, scales)
@@ -134,11 +134,14 @@ class _Source:
         bias = self._bias(names)
         if not quantized:
             floats = torch.cat([self.tensors[f"{name}.weight"].to(self.device, self.dtype) for name in names])
-            return Matrix(pack(floats, self.dtype, self.device), bias=bias)
+            return Matrix(_floats(floats), bias=bias)
         whole = joined_rows(quantized)
         scale = None if whole.input_scale is None else whole.input_scale.to(self.device)
         fmt = None if whole.activation is None else whole.activation.fmt
-        return Matrix(pack(whole.weight, self.dtype, self.device), fmt, scale, bias)
+        packed = pack(whole.weight, self.dtype)
+        assert packed.scale is not None
+        moved = replace(packed, codes=packed.codes.to(self.device), scale=packed.scale.to(self.device))
+        return Matrix(moved, fmt, scale, bias)
 
     def _bias(self, names: Sequence[str]) -> Tensor | None:
         own = [self.linears[name].bias if name in self.linears else self.tensors.get(f"{name}.bias") for name in names]
@@ -147,6 +150,10 @@ class _Source:
         rows = [self.arch.linear_shape(name)[0] for name in names]
         whole = [torch.zeros(n) if bias is None else bias.float() for n, bias in zip(rows, own, strict=True)]
         return torch.cat(whole).to(self.device, self.dtype)
+
+
+def _floats(w_OK: Tensor) -> CudaWeight:
+    return CudaWeight(w_OK, None, None, None, w_OK.dtype)
 
 
 def _arch_obstacle(arch: ArchMap) -> str | None:
@@ -167,8 +174,8 @@ def _linear_obstacle(linear: QLinear) -> str | None:
         return "weights kept apart"
     try:
         pack(linear.weight)
-    except QspecError as error:
-        return error.rule
+    except ValueError as error:
+        return str(error)
     return None if linear.activation is None else _input_obstacle(linear.activation, linear.weight.fmt)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from qspec.nn.cuda_cache import CudaCache
 from qspec.nn.cuda_model import CudaLayer, CudaModel, Rounded
 from qspec.ops import cuda as ops
-from qspec.ops.cuda_types import KVLayer
+from qspec.ops.cuda import KVLayer
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -39,7 +39,7 @@ def batch_bucket(sequences: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class Inputs:
-    """int64: tokens, positions, slots in the cache (-1: padding), ancestors (bits of the nodes seen), lengths."""
+    """int64: tokens, positions, positions in the cache to write (padding: the spare one), ancestors (bits of the nodes seen), lengths."""
 
     tokens_BR: Tensor
     positions_BR: Tensor
@@ -48,10 +48,10 @@ class Inputs:
     lengths_B: Tensor
 
     @classmethod
-    def padding(cls, batch: int, rows: int, device: torch.device | None = None) -> "Inputs":
-        """Rows that nothing is written for and that see nothing."""
+    def padding(cls, batch: int, rows: int, spare: int, device: torch.device | None = None) -> "Inputs":
+        """Rows that see nothing and are written to the spare position."""
         zeros = [torch.zeros(batch, rows, dtype=torch.long, device=device) for _ in range(4)]
-        zeros[2].fill_(-1)
+        zeros[2].fill_(spare)
         return cls(*zeros, torch.zeros(batch, dtype=torch.long, device=device))
 
     @classmethod
@@ -160,7 +160,7 @@ class Passes:
         """Inputs of bucket sizes; logits and states, valid until the next pass of the same size."""
         b, r = x.tokens_BR.shape
         if (b, r) not in self._graphs:
-            layers, padding = self._cache.first(b), Inputs.padding(b, r, self._model.device)
+            layers, padding = self._cache.first(b), Inputs.padding(b, r, self._cache.length, self._model.device)
             self._graphs[b, r] = Graph(lambda given: run(self._model, layers, self.rope, given), padding)
         return self._graphs[b, r](x)
 
