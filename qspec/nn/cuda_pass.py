@@ -39,7 +39,7 @@ def batch_bucket(sequences: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class Inputs:
-    """int64: tokens, positions, slots in the cache (padding: its spare one), ancestors (bits of the nodes seen), lengths."""
+    """int64: tokens, positions, slots (padding: the spare one), ancestors (bits of the nodes seen), lengths."""
 
     tokens_BR: Tensor
     positions_BR: Tensor
