@@ -34,6 +34,7 @@ Examples:
   qspec plan recipes/smollm2-135m-int8-cpu.yaml
   qspec run recipes/smollm2-135m-int8-cpu.yaml
   qspec run recipes/smollm2-135m-int8-cpu.yaml --set speculation.draft_length.k=3 --out runs/k3
+  qspec tune recipes/smollm2-135m-tune-cpu.yaml    # the fastest pair within a budget
   qspec generate runs/smollm2-135m-int8-cpu/pair "Why is the sky blue?"
   qspec check runs/smollm2-135m-int8-cpu/pair
   qspec inspect org/model --calibrate gutenberg    # outliers, and what each scheme would cost, before a recipe
@@ -175,6 +176,26 @@ def plan(
     view = preview(Recipe.read(recipe, tuple(overrides or ())))
     print(json.dumps(view, indent=2, ensure_ascii=False) if as_json else render(view), end="\n" if as_json else "")
     raise_refused([Finding(**finding) for finding in view["findings"]])
+
+
+@app.command()
+def tune(
+    recipe: RecipeFile,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Find the fastest pair within the recipe's budget: pieces are measured, pairs predicted, the best ones run.
+
+    The space is the recipe's tune section; qspec plan shows it. Run it again to go on where it was killed. Writes
+    recipe.yaml, the job of the chosen pair, and predicted beside measured in tune.html and tune.json.
+    """
+    from qspec.schema.recipe import Recipe
+    from qspec.tune_pair import tune as search
+
+    job = Recipe.read(recipe, tuple(overrides or ()))
+    folder = out or Path("runs") / job.name
+    print(search(job, folder).why)
+    print(f"{folder}/recipe.yaml: the chosen pair; make it: qspec run {folder}/recipe.yaml")
 
 
 @app.command()

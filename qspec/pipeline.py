@@ -144,11 +144,11 @@ def quantize_halves(
 ) -> tuple[QuantizedModel, QuantizedModel | None]:
     """Both halves under their plans; each is kept in `work` when it is done, so that a resumed run reads it back."""
     text = Calibration(recipe.calibration, originals.target.tokenizer, recipe.seed, progress)
-    target = _half(recipe, recipe.target.quantization, originals.target, text, work / "target")
+    target = quantized_half(recipe, recipe.target.quantization, originals.target, text, work / "target")
     if originals.draft is None:
         return target, None
     assert isinstance(recipe.draft, ModelDraft | SelfDraft)
-    return target, _half(recipe, recipe.draft.quantization, originals.draft, text, work / "draft")
+    return target, quantized_half(recipe, recipe.draft.quantization, originals.draft, text, work / "draft")
 
 
 def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = None) -> Path:
@@ -166,7 +166,7 @@ def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = Non
     text = Calibration(recipe.calibration, model.tokenizer, recipe.seed, progress)
     with processes() as rank:
         if rank == 0:
-            _half(recipe, recipe.target.quantization, model, text, out / "target")
+            quantized_half(recipe, recipe.target.quantization, model, text, out / "target")
         barrier()
         return train_head(recipe, compressed.read(out / "target"), out, progress)
 
@@ -212,7 +212,9 @@ def quantize_model(
     return fuse(stream(model, job, rows, store, text.progress))
 
 
-def _half(recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path) -> QuantizedModel:
+def quantized_half(
+    recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path
+) -> QuantizedModel:
     if folder.exists():
         kept = compressed.read(folder)
         if kept.source.get("sha256") == model.source.get("sha256"):

@@ -15,6 +15,7 @@ from qspec.schema.problems import closest, validate
 from qspec.schema.quantization import MOST, QuantSpec, Strict
 from qspec.schema.text import dump_yaml, parse_yaml, read_text
 from qspec.schema.training import TrainingSpec
+from qspec.schema.tuning import TuneSpec
 
 Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -361,6 +362,7 @@ class Recipe(Strict):
     evaluation: EvaluationSpec = EvaluationSpec()
     benchmark: BenchmarkSpec = BenchmarkSpec()
     budget: BudgetSpec = BudgetSpec()
+    tune: TuneSpec[Draft] | None = None
 
     @property
     def halves(self) -> list[ModelSpec | SelfDraft]:

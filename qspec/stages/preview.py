@@ -9,6 +9,7 @@ from qspec.numerics.roofline import bytes_moved, pass_seconds, ridge_rows
 from qspec.plan import KVPart, KVScheme, TensorScheme
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import MlpDraft, Recipe
+from qspec.stages import tune_space
 from qspec.stages.build_plan import scheme_label
 from qspec.stages.duration import basis
 from qspec.stages.exports import exports, transformers_snippet, vllm_command
@@ -45,6 +46,7 @@ def preview(recipe: Recipe) -> dict[str, Any]:
             "transformers": transformers_snippet(recipe, pair.sheet.capability),
         },
         "findings": [asdict(finding) for finding in remarks(pair)],
+        "tune": None if recipe.tune is None else tune_space.as_data(tune_space.space_of(recipe)),
         "recipe": recipe.as_dict(),
     }
 

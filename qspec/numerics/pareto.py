@@ -1,0 +1,45 @@
+"""What is not dominated, what is nearest to a budget, and a draft length for every batch size."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import math
+from typing import TypeVar
+
+K = TypeVar("K")
+Costs = tuple[float, ...]
+"""Of one candidate, less is better; NaN is not known and never better."""
+
+
+def front(costs: Mapping[K, Costs]) -> list[K]:
+    """Candidates that no other one equals or beats everywhere and beats somewhere, in the order of the first cost."""
+    known = {key: tuple(math.inf if math.isnan(c) else c for c in row) for key, row in costs.items()}
+    return sorted((k for k, row in known.items() if not _dominated(row, known.values())), key=lambda k: known[k])
+
+
+def _dominated(row: Costs, others: Iterable[Costs]) -> bool:
+    return any(other != row and all(a <= b for a, b in zip(other, row, strict=True)) for other in others)
+
+
+def excess(costs: Costs, limits: Sequence[float | None]) -> float:
+    """Sum of relative overshoots, 0 if all limits hold."""
+    pairs = [(c, limit) for c, limit in zip(costs, limits, strict=True) if limit is not None]
+    return sum(max(0.0, c / limit - 1) if math.isfinite(c) else math.inf for c, limit in pairs)
+
+
+def choose(costs: Mapping[K, Costs], limits: Sequence[float | None]) -> tuple[K, bool]:
+    """The least first cost within the limits (True), or else what oversteps them least (False)."""
+    best = min(costs, key=lambda k: (excess(costs[k], limits), costs[k]))
+    return best, excess(costs[best], limits) == 0
+
+
+def schedule(best: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """`[lo, hi, K]` from the best draft length at each measured batch size, never rising: more rows never make drafts
+    cheaper, so a rise is noise. Ranges reach from one measured size to the next.
+    """
+    sizes, found, k = sorted(best), list[tuple[int, int, int]](), math.inf
+    for size, after in zip(sizes, [*sizes[1:], sizes[-1] + 1], strict=True):
+        k = min(k, best[size])
+        if found and found[-1][2] == k:
+            found[-1] = (found[-1][0], after - 1, int(k))
+        else:
+            found.append((size, after - 1, int(k)))
+    return found

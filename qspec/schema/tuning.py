@@ -1,0 +1,75 @@
+"""The `tune` part of a recipe: which pairs are searched, on what text, and how many are run to confirm them."""
+
+from typing import Annotated, Generic, Literal, TypeVar
+
+from pydantic import Field, model_validator
+
+from qspec.schema.quantization import MOST, KVSpec, QuantSpec, RuleSpec, Scheme, Strict
+
+D = TypeVar("D")
+Head = Literal["float", "W8A8", "W4A16"]
+Length = Annotated[int, Field(ge=1, le=64)]
+
+
+class TuneSpec(Strict, Generic[D]):
+    """The space of `qspec tune`: names to settings, every target with every KV format, every draft in every form.
+
+    Empty axes get the device's defaults. `draft_schemes`, `draft_heads`, `draft_kv`: forms of drafts with weights
+    (kinds model and self), in place of their own quantization. `lengths`: draft lengths beside plain decoding.
+    `per_category` prompts of `benchmark` give the text that acceptance is measured on, `tokens` each; its next ones
+    confirm. `context`: cached tokens where passes are timed, `repeats` times. `confirm`: combinations that are run.
+    """
+
+    targets: dict[str, QuantSpec] = Field(default={})
+    target_kv: dict[str, KVSpec | None] = Field(default={})
+    drafts: dict[str, D] = Field(default={})
+    draft_schemes: dict[str, QuantSpec] = Field(default={})
+    draft_heads: tuple[Head, ...] = Field(default=("float", "W8A8"), min_length=1)
+    draft_kv: dict[str, KVSpec | None] = Field(default={"float": None}, min_length=1)
+    lengths: tuple[Length, ...] = Field(default=(1, 2, 3, 4, 5, 6, 8), min_length=1)
+    batches: tuple[Annotated[int, Field(ge=1, le=256)], ...] = Field(default=(1, 2, 4), min_length=1)
+    per_category: int = Field(default=1, ge=1, le=MOST)
+    tokens: int = Field(default=64, ge=4, le=MOST)
+    context: int = Field(default=256, ge=8, le=MOST)
+    repeats: int = Field(default=7, ge=3, le=1000)
+    confirm: int = Field(default=8, ge=1, le=1000)
+
+    @model_validator(mode="after")
+    def _rising(self) -> "TuneSpec[D]":
+        for name, values in (("lengths", self.lengths), ("batches", self.batches)):
+            if list(values) != sorted(set(values)):
+                raise ValueError(f"{name} {list(values)} do not rise; give each once, in order")
+        if self.batches[0] != 1:
+            raise ValueError(f"batches start at {self.batches[0]}; start at 1")
+        return self
+
+
+def default_targets(cpu: bool) -> dict[str, QuantSpec]:
+    """Schemes that the device's kernels multiply, from the most exact on."""
+    names: list[Scheme] = ["none", "W8A8", "W4A8", "W4A16"] if cpu else ["none", "FP8_DYNAMIC", "W8A8", "W4A16"]
+    return {name: QuantSpec(scheme=name, group_size=_group(name)) for name in names}
+
+
+def default_draft_schemes(cpu: bool) -> dict[str, QuantSpec]:
+    """Schemes of a draft: it cannot change the output, so the smallest."""
+    names: list[Scheme] = ["W4A16", "W4A8"] if cpu else ["W4A16", "FP8_DYNAMIC"]
+    return {name: QuantSpec(scheme=name, group_size=_group(name)) for name in names}
+
+
+def default_kv() -> dict[str, KVSpec | None]:
+    """Floats, and FP8 without calibration."""
+    return {"float": None, "fp8": KVSpec(scales="cast")}
+
+
+def _group(scheme: str) -> int | None:
+    return 32 if scheme.startswith("W4") else None
+
+
+def with_head(spec: QuantSpec, head: Head) -> QuantSpec:
+    """The same scheme with the output head left alone (`float`) or rounded too."""
+    if head == "float" or spec.scheme == "none":
+        return spec
+    group = _group(head)
+    rule = RuleSpec(match="lm_head", scheme=head, group_size=group)
+    fields = {"untie_head": True, "ignore": tuple(p for p in spec.ignore if p != "lm_head")}
+    return QuantSpec.model_validate(spec.model_dump() | fields | {"rules": (rule, *spec.rules)})

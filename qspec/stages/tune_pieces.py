@@ -1,0 +1,164 @@
+"""What a joint search measures once per half, to combine it for every pair: times of passes, and what it would say."""
+
+from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from qspec.nn.lm import LM, BatchLM
+from qspec.numerics.replay import runs_of
+from qspec.progress import Progress
+from qspec.provenance import atomic_write
+from qspec.spec.types import Drafter, Follower, Sampling
+
+Json = dict[str, Any]
+MASS_KEPT = 256
+"""Likeliest tokens of a sampled law that are kept; the overlap of two laws misses at most the smaller tail."""
+Texts = Sequence[tuple[list[int], list[int]]]
+"""Prompts with the original's greedy answers."""
+
+
+class Journal:
+    """Measured pieces in a folder, one file each, written whole; a killed study goes on with those that are there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def kept(self, name: str, settings: Any, make: Callable[[], Json]) -> Json:
+        """The piece that `settings` decide, measured by `make` unless it is kept."""
+        told = json.dumps(settings, sort_keys=True)
+        path = self._folder / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:12]}.json"
+        if not path.exists():
+            atomic_write(path, json.dumps(make()))
+        kept: Json = json.loads(path.read_text(encoding="utf-8"))
+        return kept
+
+
+@torch.no_grad()
+def pass_times(
+    halves: Mapping[str, LM],
+    rows: Sequence[int],
+    batches: Sequence[int],
+    context: int,
+    repeats: int,
+    progress: Progress,
+) -> Json:
+    """Seconds of passes: by half, batch size and rows of each sequence, all `repeats` of them.
+
+    Halves take turns, so that a drift of the machine hits all alike. An empty list: the half has no such batches.
+    """
+    sequences = {name: _filled(lm, max(batches), context) for name, lm in halves.items()}
+    found: Json = {n: {str(b): {str(r): [] for r in rows} for b in batches} for n in halves}
+    for turn in progress.track(range(repeats + 1), "pass times", repeats + 1):
+        for name, lms in sequences.items():
+            for batch, count in ((b, r) for b in batches for r in rows if b <= len(lms)):
+                seconds = _pass(lms[:batch], context, count)
+                if turn:  # the first one warms up
+                    found[name][str(batch)][str(count)].append(seconds)
+    return found
+
+
+def _filled(lm: LM, batch: int, context: int) -> list[LM]:
+    lms: list[LM] = [lm, *(lm.fork() for _ in range(batch - 1))] if isinstance(lm, BatchLM) else [lm]
+    for one in lms:
+        one.truncate(0)
+        one.forward(torch.arange(context) % lm.vocab_size, last=1)
+    return lms
+
+
+def _pass(lms: list[Any], context: int, rows: int) -> float:
+    tokens = torch.arange(rows) % lms[0].vocab_size
+    for lm in lms:
+        lm.truncate(context)
+    begin = perf_counter()
+    if len(lms) == 1:
+        [lms[0].forward(tokens).argmax(-1).tolist()]
+    else:
+        made = type(lms[0]).forward_many(lms, [tokens] * len(lms), [None] * len(lms))
+        [logits.argmax(-1).tolist() for logits in made]
+    return perf_counter() - begin
+
+
+@torch.no_grad()
+def prompt_seconds(lm: LM, texts: Texts) -> list[float]:
+    """Seconds to the first token of every prompt."""
+    seconds = []
+    for prompt, _ in texts:
+        lm.truncate(0)
+        begin = perf_counter()
+        lm.forward(torch.tensor(prompt), last=1).argmax(-1).tolist()
+        seconds.append(perf_counter() - begin)
+    return seconds
+
+
+def middle(seconds: Sequence[float]) -> tuple[float, float]:
+    """Median, and the half-width of its 95 % interval relative to it (1.57 of the quartile range over sqrt n)."""
+    centre = median(seconds)
+    low, _, high = quantiles(seconds, n=4)
+    return centre, 1.57 * (high - low) / len(seconds) ** 0.5 / centre
+
+
+@torch.no_grad()
+def laws(lm: LM, texts: Texts, sampling: Sampling) -> Json:
+    """What a half says behind every position of the answers, by text: its likeliest token, exactly.
+
+    Where requests are sampled also its `MASS_KEPT` likeliest tokens with their probabilities under `sampling`.
+    """
+    found: Json = {"top": [], "laws": []}
+    for prompt, answer in texts:
+        lm.truncate(0)
+        logits_TV = lm.forward(torch.tensor([*prompt, *answer[:-1]]), last=len(answer))
+        found["top"].append(logits_TV.argmax(-1).tolist())
+        if not sampling.greedy:
+            top = sampling.law(logits_TV).topk(min(MASS_KEPT, logits_TV.shape[-1]))
+            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            found["laws"].append([dict(zip(map(str, ids), mass, strict=True)) for ids, mass in pairs])
+    return found
+
+
+@torch.no_grad()
+def lookup_runs(drafter: Drafter, texts: Texts, most: int) -> Json:
+    """Behind every position of every answer: tokens that a lookup proposes, and how many stand; seconds of a call."""
+    generator, found, seconds = torch.Generator().manual_seed(0), Json(drafted=[], runs=[]), []
+    for prompt, answer in texts:
+        drafter.reset()
+        drafted, runs = [0], [0]
+        for at in range(1, len(answer)):
+            proposal = drafter.propose([*prompt, *answer[:at]], most, Sampling(), generator)
+            drafted.append(len(proposal.tokens_K))
+            runs.append(_stand(proposal.tokens_K.tolist(), answer[at:]))
+            seconds.append(proposal.seconds)
+        found["drafted"].append(drafted)
+        found["runs"].append(runs)
+    return found | {"seconds": median(seconds) if seconds else 0.0}
+
+
+@torch.no_grad()
+def head_runs(target: LM, drafter: Drafter, texts: Texts, most: int) -> Json:
+    """The same of a speculator head, which reads the states of one target."""
+    generator, found, seconds = torch.Generator().manual_seed(0), Json(drafted=[], runs=[]), []
+    for prompt, answer in texts:
+        target.truncate(0)
+        target.forward(torch.tensor(prompt), last=1)
+        drafter.reset()
+        assert isinstance(drafter, Follower), "a speculator head reads its target"
+        drafter.follow(target)
+        drafted, runs = [0], [0]
+        for at in range(1, len(answer)):
+            proposal = drafter.propose([*prompt, *answer[:at]], most, Sampling(), generator)
+            following = target.forward(torch.tensor([answer[at - 1]])).argmax(-1).tolist()
+            drafted.append(len(proposal.tokens_K))
+            runs.append(_stand(proposal.tokens_K.tolist(), [*following, *answer[at + 1 :]]))
+            seconds.append(proposal.seconds)
+        found["drafted"].append(drafted)
+        found["runs"].append(runs)
+    return found | {"seconds": median(seconds) / most}
+
+
+def _stand(drafted: list[int], true: list[int]) -> int:
+    return runs_of([a == b for a, b in zip(drafted, true, strict=False)] or [False])[0]

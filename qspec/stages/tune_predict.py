@@ -1,0 +1,239 @@
+"""From measured pieces to every combination: time of a token, harm, memory; the front, and the choice in words."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+import math
+
+import torch
+
+from qspec.numerics.fidelity import bootstrap_ci
+from qspec.numerics.pareto import choose, excess, front, schedule
+from qspec.numerics.replay import Steps, expected_walk, overlap, runs_of, walk
+from qspec.numerics.speedup import pass_cost
+from qspec.schema.recipe import BudgetSpec
+from qspec.stages.tune_pieces import Json, middle
+
+Passes = Mapping[int, Mapping[int, tuple[float, float]]]
+"""By batch size and rows of each sequence: seconds of a pass, and their relative error."""
+
+
+@dataclass(frozen=True)
+class TargetPiece:
+    """A target under one scheme and KV format. kl: nats per token from the original; ttft: seconds to a first token."""
+
+    passes: Passes
+    kl: float
+    top1: float
+    ttft: float
+    law: Json
+
+
+@dataclass(frozen=True)
+class DraftPiece:
+    """What drafts: a `law` with `passes` of its own, or `runs` on the text (by target, or under "" for all of them).
+
+    seconds: of a call without a model; per token for a speculator head, which has no call that is shorter.
+    """
+
+    passes: Passes = field(default_factory=dict)
+    law: Json | None = None
+    runs: Mapping[str, Json] = field(default_factory=dict)
+    seconds: float = 0.0
+    per_token: bool = False
+    most: int = 64
+
+    def step_seconds(self, drafted: int, batch: int) -> float:
+        """Of all drafting of one step, for `batch` sequences one after the other where there is no model."""
+        if self.law is not None:
+            return drafted * _seconds(self.passes, batch, 1)
+        return batch * self.seconds * (drafted if self.per_token else 1)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One combination at one draft length and batch size 1. seconds: of a token, with a 95 % interval."""
+
+    target: str
+    draft: str
+    gamma: int
+    seconds: float
+    ci: tuple[float, float]
+    tokens_per_step: float
+    kl: float
+    top1: float
+    ttft: float
+    memory: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.target} + {self.draft}, {self.gamma} tokens" if self.gamma else f"{self.target}, plain"
+
+    @property
+    def costs(self) -> tuple[float, float, float]:
+        """What the front is over."""
+        return self.seconds, self.kl, self.memory
+
+    @property
+    def limited(self) -> tuple[float, ...]:
+        """What budgets are about, the time of a token first."""
+        return self.seconds, self.kl, self.ttft, self.memory / 1e9
+
+
+class Model:
+    """The separable model: seconds of a step over tokens of a step, from pieces that know nothing of each other."""
+
+    def __init__(self, targets: Mapping[str, TargetPiece], drafts: Mapping[str, DraftPiece]) -> None:
+        self._targets, self._drafts = targets, drafts
+        self._steps: dict[tuple[str, str, int], list[tuple[Steps, int]]] = {}
+
+    def predict(self, target: str, draft: str, gamma: int, memory: float) -> Prediction:
+        """One combination, alone on the device."""
+        found = self._targets[target]
+        seconds = self.seconds(target, draft, gamma)
+        error, tokens = self._error(target, draft, gamma), self.tokens_per_step(target, draft, gamma)
+        ci = (seconds * math.exp(-error), seconds * math.exp(error))
+        return Prediction(target, draft, gamma, seconds, ci, tokens, found.kl, found.top1, found.ttft, memory)
+
+    def seconds(self, target: str, draft: str, gamma: int, batch: int = 1) -> float:
+        """Of a token of each of `batch` sequences: `sum (t_draft(d) + t_verify(d + 1)) / tokens` over the replay."""
+        verify = self._targets[target].passes
+        if gamma == 0:
+            return _seconds(verify, batch, 1)
+        piece, walks = self._drafts[draft], self.steps(target, draft, gamma)
+        spent = {d: piece.step_seconds(d, batch) + _seconds(verify, batch, d + 1) for steps, _ in walks for d in steps}
+        whole = sum(n * spent[d] for steps, _ in walks for d, n in steps.items())
+        return whole / sum(tokens for _, tokens in walks)
+
+    def tokens_per_step(self, target: str, draft: str, gamma: int) -> float:
+        if gamma == 0:
+            return 1.0
+        walks = self.steps(target, draft, gamma)
+        return sum(tokens for _, tokens in walks) / sum(sum(steps.values()) for steps, _ in walks)
+
+    def steps(self, target: str, draft: str, gamma: int) -> list[tuple[Steps, int]]:
+        """The replay of every text: steps by how many tokens they draft, and tokens that the steps decode."""
+        key = target, draft, gamma
+        if key not in self._steps:
+            found = list(self._replayed(target, draft, gamma))
+            self._steps[key] = [(steps, tokens) for steps, tokens in found if tokens > 0]
+        return self._steps[key]
+
+    def schedule(self, target: str, draft: str, lengths: Sequence[int], batches: Sequence[int]) -> dict[int, int]:
+        """The best draft length at every batch size; 0: plain decoding."""
+        usable = [g for g in lengths if g <= self._drafts[draft].most]
+        return {b: min([0, *usable], key=lambda g: self.seconds(target, draft, g, b)) for b in batches}
+
+    def usable(self, draft: str, gamma: int) -> bool:
+        return gamma <= self._drafts[draft].most
+
+    def _replayed(self, target: str, draft: str, gamma: int) -> Iterator[tuple[Steps, int]]:
+        piece, ours = self._drafts[draft], self._targets[target].law
+        if piece.law is None:
+            runs = piece.runs.get(target) or piece.runs[""]
+            for drafted_T, runs_T in zip(runs["drafted"], runs["runs"], strict=True):
+                yield walk(drafted_T, runs_T, gamma), len(runs_T) - 1
+        elif ours["laws"]:
+            for p_T, q_T in zip(ours["laws"], piece.law["laws"], strict=True):
+                yield expected_walk([overlap(p, q) for p, q in zip(p_T, q_T, strict=True)], gamma), len(p_T) - 1
+        else:
+            for a_T, b_T in zip(ours["top"], piece.law["top"], strict=True):
+                runs_T = runs_of([a == b for a, b in zip(a_T, b_T, strict=True)])
+                yield walk([gamma] * len(runs_T), runs_T, gamma), len(runs_T) - 1
+
+    def _error(self, target: str, draft: str, gamma: int) -> float:
+        """Half-width of the interval, relative: that of acceptance over texts, and that of the times."""
+        time = _error(self._targets[target].passes, gamma + 1)
+        if gamma == 0:
+            return time
+        if self._drafts[draft].passes:
+            time = math.hypot(time, _error(self._drafts[draft].passes, 1))
+        rates = [tokens / sum(steps.values()) for steps, tokens in self.steps(target, draft, gamma)]
+        low, high = bootstrap_ci(torch.tensor(rates, dtype=torch.float64))
+        return math.hypot(time, (high - low) / 2 / (sum(rates) / len(rates)))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All predictions, those that nothing dominates, the chosen one; `fits`: within the budget."""
+
+    every: tuple[Prediction, ...]
+    budget: BudgetSpec
+    by_batch: Mapping[int, int]
+
+    @cached_property
+    def front(self) -> list[Prediction]:
+        return [self.every[i] for i in front({i: p.costs for i, p in enumerate(self.every)})]
+
+    @cached_property
+    def chosen(self) -> Prediction:
+        return self._choice[0]
+
+    @property
+    def fits(self) -> bool:
+        return self._choice[1]
+
+    @property
+    def schedule(self) -> list[tuple[int, int, int]]:
+        """As a recipe's `by_batch` and vLLM take it."""
+        return schedule(self.by_batch)
+
+    @property
+    def why(self) -> str:
+        """The choice in one sentence."""
+        return sentence(self.chosen, self.every, self.budget, self.fits)
+
+    @cached_property
+    def _choice(self) -> tuple[Prediction, bool]:
+        return pick(self.every, self.budget)
+
+
+def pick(every: Sequence[Prediction], budget: BudgetSpec) -> tuple[Prediction, bool]:
+    """The fastest within the budget, or what oversteps it least."""
+    at, fits = choose({i: p.limited for i, p in enumerate(every)}, limits(budget))
+    return every[at], fits
+
+
+def limits(budget: BudgetSpec) -> tuple[float | None, ...]:
+    return None, budget.max_kl, budget.ttft_s, budget.memory_gb
+
+
+def within(prediction: Prediction, budget: BudgetSpec) -> bool:
+    return excess(prediction.limited, limits(budget)) == 0
+
+
+def sentence(chosen: Prediction, every: Sequence[Prediction], budget: BudgetSpec, fits: bool) -> str:
+    """Why this one: against the best plain one, and what the budget keeps out."""
+    told = (
+        f"{chosen.name}: {1 / chosen.seconds:.1f} tokens/s predicted ({1 / chosen.ci[1]:.1f} to {1 / chosen.ci[0]:.1f})"
+    )
+    told += f", KL {chosen.kl:.4f}, first token after {chosen.ttft:.2f} s, {chosen.memory / 1e6:.0f} MB"
+    plain = min((p for p in every if p.gamma == 0 and p.target == chosen.target), key=lambda p: p.seconds, default=None)
+    if plain is not None and chosen.gamma:
+        told += f"; {plain.seconds / chosen.seconds:.2f} times the same target alone"
+    if not fits:
+        names = ("", "max_kl", "ttft_s", "memory_gb")
+        pairs = zip(names, chosen.limited, limits(budget), strict=True)
+        over = ", ".join(f"{n} {limit:g} (here {value:.4g})" for n, value, limit in pairs if limit and value > limit)
+        return f"Nothing meets the budget {over}; the nearest is {told}."
+    faster = min(every, key=lambda p: p.seconds)
+    if faster.seconds < chosen.seconds:
+        told += (
+            f"; {faster.name} would be faster ({1 / faster.seconds:.1f}) but is over the budget (KL {faster.kl:.4f})"
+        )
+    return told + "."
+
+
+def _seconds(passes: Passes, batch: int, rows: int) -> float:
+    """Between measured batch sizes and rows along straight lines."""
+    return pass_cost({b: pass_cost({r: s for r, (s, _) in at.items()}, rows) for b, at in passes.items()}, batch)
+
+
+def _error(passes: Passes, rows: int) -> float:
+    at = passes[min(passes)]
+    return at[min(at, key=lambda r: abs(r - rows))][1]
+
+
+def passes_of(times: Json) -> Passes:
+    """Medians and their errors of what `pass_times` measured."""
+    return {int(b): {int(r): middle(s) for r, s in at.items()} for b, at in times.items() if all(at.values())}

@@ -1,0 +1,157 @@
+"""The space of a joint search: halves that may be a target or a draft, and why the others may not. No weights."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from qspec.errors import RecipeError
+from qspec.schema.problems import validate
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import Draft, ModelDraft, NgramDraft, Recipe, SelfDraft, SuffixDraft
+from qspec.schema.tuning import TuneSpec, default_draft_schemes, default_kv, default_targets, with_head
+from qspec.stages.footprint import Footprint
+from qspec.stages.planned import PlannedPair, resolve
+from qspec.stages.preflight import Finding, device_findings, pair_findings
+from qspec.stages.remarks import remarks
+
+PLAIN = "none"
+"""The draft of plain decoding."""
+Pruned = tuple[str, str]
+"""What is left out, and why."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """Recipes of every half that may run, by name. `pairs`: the names that may stand together; `pruned`: the rest.
+
+    A target's recipe drafts by prompt lookup; a draft's has the recipe's own target.
+    """
+
+    recipe: Recipe
+    spec: TuneSpec[Draft]
+    targets: Mapping[str, PlannedPair]
+    drafts: Mapping[str, PlannedPair]
+    pairs: tuple[tuple[str, str], ...]
+    pruned: tuple[Pruned, ...]
+
+    def recipe_of(self, target: str, draft: str, gamma: int = 0) -> Recipe:
+        """The complete job of one combination; gamma 0 keeps the recipe's own draft length."""
+        fields = _with(self.recipe, self.targets[target].recipe.target.quantization, self.drafts[draft].recipe.draft)
+        if gamma:
+            fields["speculation"]["draft_length"] = {"policy": "fixed", "k": gamma}
+        return validate(Recipe, fields, f"{target} | {draft}")
+
+    def resident(self, target: str, draft: str) -> int:
+        """Bytes of weights, and of both caches at the timed context."""
+        halves: list[Footprint] = [self.targets[target].target.bytes]
+        drafting = self.drafts[draft].drafting if draft != PLAIN else None
+        halves += [drafting] if drafting is not None else []
+        return sum(half.resident + half.kv_bytes_per_token * self.spec.context for half in halves)
+
+
+def as_data(space: Space) -> dict[str, Any]:
+    """What `qspec plan` shows."""
+    return {
+        "targets": list(space.targets),
+        "drafts": list(space.drafts),
+        "lengths": list(space.spec.lengths),
+        "batches": list(space.spec.batches),
+        "combinations": sum(1 if draft == PLAIN else len(space.spec.lengths) for _, draft in space.pairs),
+        "pruned": [list(entry) for entry in space.pruned],
+    }
+
+
+def space_of(recipe: Recipe) -> Space:
+    """Every half of the recipe's space is resolved once; what the device refuses is pruned with its reason."""
+    spec = recipe.tune or TuneSpec[Draft]()
+    cpu = recipe.device == "cpu"
+    pruned: list[Pruned] = []
+    targets: dict[str, PlannedPair] = {}
+    kvs = spec.target_kv or default_kv()
+    for (name, quant), (kv_name, kv) in product((spec.targets or default_targets(cpu)).items(), kvs.items()):
+        label = f"{name}/{kv_name}"
+        made = _admitted(label, lambda q=quant, k=kv: _with(recipe, _given(q, kv=k), {"kind": "ngram"}), pruned)
+        if made is not None:
+            targets[label] = made
+    drafts: dict[str, PlannedPair] = {}
+    own = recipe.target.quantization
+    for label, draft in _drafts(recipe, spec, cpu, pruned):
+        made = _admitted(label, lambda d=draft: _with(recipe, own, d), pruned)
+        if made is not None:
+            drafts[label] = made
+    if not targets:
+        raise RecipeError(f"tune of {recipe.name}", f"has no target that may run ({pruned[0][1]})", "add another")
+    drafts = {PLAIN: next(iter(targets.values())), **drafts}
+    pairs = tuple(_together(targets, drafts, pruned))
+    return Space(recipe, spec, targets, drafts, pairs, tuple(pruned))
+
+
+def _drafts(recipe: Recipe, spec: TuneSpec[Draft], cpu: bool, pruned: list[Pruned]) -> Iterator[tuple[str, Draft]]:
+    lookups: dict[str, Draft] = {"ngram": NgramDraft(kind="ngram"), "suffix": SuffixDraft(kind="suffix")}
+    kinds = spec.drafts or {**lookups, str(recipe.draft.kind): recipe.draft}
+    schemes = spec.draft_schemes or default_draft_schemes(cpu)
+    for name, draft in kinds.items():
+        if not isinstance(draft, ModelDraft | SelfDraft):
+            yield name, draft
+            continue
+        for (scheme, quant), head, (kv_name, kv) in product(schemes.items(), spec.draft_heads, spec.draft_kv.items()):
+            label = f"{name} {scheme}, head {head}, kv {kv_name}"
+            try:
+                yield label, draft.model_copy(update={"quantization": _given(with_head(quant, head), kv=kv)})
+            except ValueError as error:
+                pruned.append((label, str(error)))
+
+
+def _given(spec: QuantSpec, **fields: Any) -> QuantSpec:
+    return spec.model_copy(update=fields)
+
+
+def _with(recipe: Recipe, target: QuantSpec, draft: Any) -> dict[str, Any]:
+    fields = recipe.as_dict() | {"tune": None}
+    fields["target"] |= {"quantization": target.model_dump(mode="json")}
+    fields["draft"] = draft if isinstance(draft, dict) else draft.model_dump(mode="json")
+    return fields
+
+
+def _admitted(label: str, fields: Any, pruned: list[Pruned]) -> PlannedPair | None:
+    """The resolved pair, or None with the reason kept."""
+    try:
+        pair = resolve(validate(Recipe, fields(), label))
+    except RecipeError as error:
+        pruned.append((label, str(error)))
+        return None
+    reason = _refusal(remarks(pair))
+    if reason is not None:
+        pruned.append((label, reason))
+        return None
+    return pair
+
+
+def _refusal(findings: Iterable[Finding]) -> str | None:
+    return next((str(finding) for finding in findings if finding.level == "refused"), None)
+
+
+def _together(
+    targets: Mapping[str, PlannedPair], drafts: Mapping[str, PlannedPair], pruned: list[Pruned]
+) -> Iterator[tuple[str, str]]:
+    for (target, ours), (draft, theirs) in product(targets.items(), drafts.items()):
+        if draft == PLAIN:
+            yield target, draft
+            continue
+        both = ours.recipe.model_copy(update={"draft": theirs.recipe.draft})
+        found = [*pair_findings(ours.sheet, both)]
+        if theirs.draft is not None:
+            found += device_findings(ours.sheet, theirs.draft.possible, theirs.draft.plan.kv, ours.dtype)
+        reason = _refusal(found) or _too_large(ours, theirs)
+        if reason is None:
+            yield target, draft
+        else:
+            pruned.append((f"{target} + {draft}", reason))
+
+
+def _too_large(ours: PlannedPair, theirs: PlannedPair) -> str | None:
+    weights = ours.target.bytes.resident + (theirs.drafting.resident if theirs.drafting is not None else 0)
+    if ours.limit is None or weights <= ours.limit:
+        return None
+    return f"{weights / 1e9:.2f} GB of weights do not fit into {ours.limit / 1e9:.2f} GB; lower one of both"
