@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 NODES = 64
 """Rows of one sequence that a pass tells apart: the bits of an int64."""
-ROWS = (*range(1, 10), 12, 16, 24, 32, 48, NODES)
+ROWS: tuple[int, ...] = (*range(1, 10), 12, 16, 24, 32, 48, NODES)
 """Rows per sequence that graphs are captured for."""
 
 
@@ -50,9 +50,9 @@ class Inputs:
     @classmethod
     def padding(cls, batch: int, rows: int, spare: int, device: torch.device | None = None) -> "Inputs":
         """Rows that see nothing and are written to the spare position."""
-        zeros = [torch.zeros(batch, rows, dtype=torch.long, device=device) for _ in range(4)]
-        zeros[2].fill_(spare)
-        return cls(*zeros, torch.zeros(batch, dtype=torch.long, device=device))
+        zeros_BR = torch.zeros(batch, rows, dtype=torch.long, device=device)
+        slots_BR, lengths_B = torch.full_like(zeros_BR, spare), torch.zeros_like(zeros_BR[:, 0])
+        return cls(zeros_BR, zeros_BR.clone(), slots_BR, zeros_BR.clone(), lengths_B)
 
     @classmethod
     def chain(cls, tokens_BR: Tensor, lengths_B: Tensor) -> "Inputs":
@@ -116,16 +116,16 @@ def _body(
     x_NH = F.embedding(x.tokens_BR.reshape(-1), model.embed_VH) * model.arch.embed_scale
     residual_NH: Tensor | None = None
     for i, layer in enumerate(model.layers):
-        *rounded, residual_NH = ops.add_rms_norm(
+        codes_NH, scale_N, residual_NH = ops.add_rms_norm(
             x_NH, residual_NH, layer.input_norm, eps, layer.qkv.fmt, layer.qkv.scale
         )
-        q_BRQD, k_BRGD, v_BRGD = _heads(model, layer, (rounded[0], rounded[1]), b, r)
+        q_BRQD, k_BRGD, v_BRGD = _heads(model, layer, (codes_NH, scale_N), b, r)
         q_BRQD = ops.rope_write(q_BRQD, k_BRGD, v_BRGD, *rope, x.positions_BR, x.slots_BR, layers[i])
         x_NH = layer.o(layer.o.round(attend(i, q_BRQD).reshape(b * r, -1)))
-        *rounded, residual_NH = ops.add_rms_norm(
+        codes_NH, scale_N, residual_NH = ops.add_rms_norm(
             x_NH, residual_NH, layer.mlp_norm, eps, layer.gate_up.fmt, layer.gate_up.scale
         )
-        gate_up_N2I = layer.gate_up((rounded[0], rounded[1]))
+        gate_up_N2I = layer.gate_up((codes_NH, scale_N))
         x_NH = layer.down(ops.silu_mul(gate_up_N2I, layer.down.fmt, layer.down.scale))
     hidden_NH, _, _ = ops.add_rms_norm(x_NH, residual_NH, model.norm, eps, None)
     return hidden_NH.view(b, r, -1)
