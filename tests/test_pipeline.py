@@ -95,7 +95,7 @@ def test_sampling_is_reproducible_and_streams_its_text(model: Path, tmp_path: Pa
         pair.generate("Numbers", 4, seed=10**30)
 
 
-@pytest.mark.parametrize("stage", ["quantize_halves", "package", "_evaluate", "_bench", "report", "seal"])
+@pytest.mark.parametrize("stage", ["quantize_halves", "package", "measure_accuracy", "_bench", "report", "seal"])
 def test_resume_after_a_death_in_any_stage(
     stage: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
