@@ -47,6 +47,7 @@ class Study:
         sampling = recipe.speculation
         self.sampling = Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
         self._decoders: dict[str, AnyDecoder] = {}
+        self._drafts: dict[str, LoadedModel] = {}
         self._models: dict[str, QuantizedModel] = {}
 
     @cached_property
@@ -183,9 +184,11 @@ class Study:
         assert isinstance(draft, ModelDraft | SelfDraft)
         if isinstance(draft, SelfDraft) and draft.layers is None:
             return self.originals.target, draft.quantization
-        model = load_originals(self.space.drafts[name].recipe, self.progress).draft
-        assert model is not None
-        return model, draft.quantization
+        if name not in self._drafts:
+            model = load_originals(self.space.drafts[name].recipe, self.progress).draft
+            assert model is not None
+            self._drafts[name] = model
+        return self._drafts[name], draft.quantization
 
     def _quantized(self, name: str) -> QuantizedModel:
         if name not in self._models:

@@ -80,7 +80,8 @@ class Study:
 
     def run(self, measure: Measure, progress: Progress) -> None:
         """All arms of a cell in turns, the first one rotating."""
-        todo = [cell for cell in self.cells if cell not in self.kept()]
+        kept = self.kept()
+        todo = [cell for cell in self.cells if cell not in kept]
         for cell in progress.track(todo, self.name, len(todo), "cell"):
             first = cell.repeat % len(self.arms)
             order = self.arms[first:] + self.arms[:first]
@@ -300,8 +301,9 @@ def main() -> None:
     speed = bandwidth().value if local else None
     if speed:
         facts["memory read, GB/s"] = f"{speed / 1e9:.2f}"
-    rows = [row for study in every for row in study.rows(speed)]
-    limits = [each for study in every for each in largest_batches(list(study.rows(speed)), study.subject.ttft_s)]
+    by_study = [(study, list(study.rows(speed))) for study in every]
+    rows = [each for _, own in by_study for each in own]
+    limits = [each for study, own in by_study for each in largest_batches(own, study.subject.ttft_s)]
     write_baseline(args.out, facts, [*rows, *limits])
     page = write(document(facts, [*rows, *limits]), args.report)
     for each in rows:

@@ -12,10 +12,11 @@ Costs = tuple[float, ...]
 def front(costs: Mapping[K, Costs]) -> list[K]:
     """Candidates that no other one equals or beats everywhere and beats somewhere, in the order of the first cost."""
     known = {key: tuple(math.inf if math.isnan(c) else c for c in row) for key, row in costs.items()}
-    return sorted((k for k, row in known.items() if not _dominated(row, known.values())), key=lambda k: known[k])
+    return sorted((k for k, row in known.items() if not dominated(row, known.values())), key=lambda k: known[k])
 
 
-def _dominated(row: Costs, others: Iterable[Costs]) -> bool:
+def dominated(row: Costs, others: Iterable[Costs]) -> bool:
+    """Whether another one is nowhere more and somewhere less."""
     return any(other != row and all(a <= b for a, b in zip(other, row, strict=True)) for other in others)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from qspec.numerics.paired import rank_correlation, shown_sign
+from qspec.numerics.pareto import dominated
 from qspec.numerics.student import mean_interval
 from qspec.schema.results import Results, TaskResult
 from qspec.stages.document import (
@@ -92,12 +93,8 @@ def _conditions(pairs: Mapping[str, Results]) -> list[Finding]:
 
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
     """Names that no other one equals in both values and exceeds in one; larger is better in both."""
-
-    def dominated(name: str) -> bool:
-        mine = points[name]
-        return any(all(o >= m for o, m in zip(other, mine, strict=True)) and other != mine for other in points.values())
-
-    return [name for name in points if not dominated(name)]
+    costs = {name: (-x, -y) for name, (x, y) in points.items()}
+    return [name for name, row in costs.items() if not dominated(row, costs.values())]
 
 
 def _points(values: Values, metric: str) -> dict[str, tuple[Value, Value]]:

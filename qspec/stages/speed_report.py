@@ -34,10 +34,7 @@ def document(environment: Mapping[str, str], rows: Sequence[Row]) -> Document:
     models = dict.fromkeys(row["model"] for row in timed)
     blocks: list[Block] = [*_findings(timed)]
     if any(row.get("synthetic") is not None for row in timed):
-        text = (
-            "Synthetic arms have no draft: the target's own tokens, right with a chosen chance, for free. They bound "
-        )
-        blocks.append(Paragraph(text + "what a draft could bring, and say nothing of one that could be had."))
+        blocks.append(Paragraph(SYNTHETIC))
     for model in models:
         own = [row for row in timed if row["model"] == model]
         blocks += [Heading(f"Speedup of {model}"), *_plots(own), _ratios(own)]
