@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import errno
 import hashlib
 from importlib import metadata
+import json
 import os
 from pathlib import Path
 import platform
@@ -46,6 +47,11 @@ def sha256_file(path: str | Path) -> str:
     """Hex sha256 of a file's bytes, read in chunks."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(value: object) -> str:
+    """Hex SHA-256 of a value of JSON types, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def environment() -> dict[str, str]:

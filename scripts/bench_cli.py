@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import warnings
 import torch
 
 from qspec.eval_files import eval_dir
-from qspec.provenance import atomic_write
+from qspec.provenance import atomic_write, digest_of
 
 
 def read_options(
@@ -34,7 +33,7 @@ def read_options(
 
 def digest(settings: Any) -> str:
     """Of all that decides a number: what a changed setting gives is kept under another name."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    return digest_of(settings)[:12]
 
 
 def write_baseline(path: Path, environment: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -14,8 +14,6 @@ the float model's. It is of second order in a perturbation, so that small ones a
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-import hashlib
-import json
 from pathlib import Path
 
 import torch
@@ -25,7 +23,7 @@ from qspec.nn.decoder import Decoder
 from qspec.numerics.fidelity import kl_divergence
 from qspec.plan import LayerScheme, QuantPlan, Rule
 from qspec.progress import Progress
-from qspec.provenance import atomic_write
+from qspec.provenance import atomic_write, digest_of
 from qspec.records import LayerStats, LoadedModel, QuantizedModel
 from qspec.schema.quantization import GROUP, QuantSpec
 from qspec.schema.scores import Basis, Scores, UnitScore
@@ -123,8 +121,8 @@ def basis(model: LoadedModel, rows: Sequence[list[int]], spec: QuantSpec, width:
         candidates=spec.mixed.candidates,
         group_size=spec.group_size or GROUP,
         width=width,
-        settings=_digest(shaping | {"layers": model.arch.linears()}),
-        text=_digest(sample),
+        settings=digest_of(shaping | {"layers": model.arch.linears()}),
+        text=digest_of(sample),
         rows=len(sample),
         tokens=sum(map(len, sample)),
         seed=seed,
@@ -139,10 +137,6 @@ def sampled(rows: Sequence[list[int]], metric: str) -> list[list[int]]:
             break
         taken.append(row)
     return taken
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def judged_pieces(

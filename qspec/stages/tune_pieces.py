@@ -1,7 +1,6 @@
 """What a joint search measures once per half, to combine it for every pair: times of passes, and what it would say."""
 
 from collections.abc import Callable, Mapping, Sequence
-import hashlib
 import json
 from pathlib import Path
 from statistics import median, quantiles
@@ -13,7 +12,7 @@ import torch
 from qspec.nn.lm import LM, BatchLM
 from qspec.numerics.replay import runs_of
 from qspec.progress import Progress
-from qspec.provenance import atomic_write
+from qspec.provenance import atomic_write, digest_of
 from qspec.spec.types import Drafter, Follower, Sampling
 
 Json = dict[str, Any]
@@ -31,8 +30,7 @@ class Journal:
 
     def kept(self, name: str, settings: Any, make: Callable[[], Json]) -> Json:
         """The piece that `settings` decide, measured by `make` unless it is kept."""
-        told = json.dumps(settings, sort_keys=True)
-        path = self._folder / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:12]}.json"
+        path = self._folder / f"{name}-{digest_of(settings)[:12]}.json"
         if not path.exists():
             atomic_write(path, json.dumps(make()))
         kept: Json = json.loads(path.read_text(encoding="utf-8"))
