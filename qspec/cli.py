@@ -366,6 +366,10 @@ def report(
         list[str] | None,
         typer.Option(metavar="CONDITION", help="Gate, for example recovery<0.99, alpha[coding]<0.6. Repeatable."),
     ] = None,
+    speed: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A speed study of the pair; default: speed.json beside its results.json."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable: findings, gates, tables.")] = False,
 ) -> int:
     """Show what a pair was measured to do, compare several, and gate on it.
@@ -379,7 +383,7 @@ def report(
     from qspec.stages.report import write
     from qspec.stages.report_gated import gated
 
-    page, missed = gated(pairs, against, tuple(fail_if or ()))
+    page, missed = gated(pairs, against, tuple(fail_if or ()), speed)
     print(report_data.as_json(page) if as_json else report_text.render(page), end="")
     if out is not None:
         print(f"{write(page, out)}: written", file=sys.stderr)

@@ -24,17 +24,18 @@ from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.records import LoadedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import CalibrationSpec, FusionSpec, LookupDraft, ModelDraft, SelfDraft
-from qspec.schema.speed_matrix import Lengths, SpeedSubject, read_speed_matrix
+from qspec.schema.recipe import CalibrationSpec, FusionSpec, LookupDraft, ModelDraft, Recipe, SelfDraft
+from qspec.schema.speed_matrix import Lengths, SpeedArm, SpeedSubject, read_speed_matrix
 from qspec.spec.batch import Prompt, generate_batch
 from qspec.spec.drafters.synthetic import SyntheticDrafter
 from qspec.spec.types import Drafter, Generation, Sampling
 from qspec.stages.bench import bandwidth
 from qspec.stages.bench_served import load_server
-from qspec.stages.check import real_vocab
+from qspec.stages.check import read_manifest, real_vocab
 from qspec.stages.drafting import lookup_drafter, model_drafter, request_policy
 from qspec.stages.planned import PlannedPair, resolve
 from qspec.stages.report import write
+from qspec.stages.results_files import STUDY, results_file
 from qspec.stages.speed_report import document
 from qspec.stages.speed_study import Row, Timed, ceiling, largest_batches, row, timed
 from qspec.stages.transform import truncate_layers
@@ -103,6 +104,7 @@ class Study:
                     if mine:
                         head = {"model": self.name, "arm": arm, "shape": shape, "batch": batch}
                         head |= {"prompt": lengths.prompt, "new": lengths.new, "engine": self.place}
+                        head |= {"target": subject.model}
                         found = head | row(mine, by_arm[self.arms[0]], subject.ttft_s)
                         yield found | self._against_ceiling(arm, found, lengths, speed)
 
@@ -252,15 +254,37 @@ def by_servers(subject: SpeedSubject, servers: dict[str, Api], tokenizer: Tokeni
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", action="append", default=[], metavar="ARM=URL")
-    parser.add_argument("--out", type=Path, default=Path("eval/baselines/speed_cpu.json"))
+    parser.add_argument("--pair", type=Path, metavar="DIR", help="its arms, by the matrix's lengths and batches")
+    parser.add_argument("--out", type=Path, help="default: the baseline, or speed.json beside the results of the pair")
     parser.add_argument("--report", type=Path, default=WORK / "report")
     parser.add_argument("--rows", action="store_true")
+
+
+def of_pair(args: argparse.Namespace) -> dict[str, SpeedSubject]:
+    """The pair beside its original and its target alone, made anew from its recipe, by the first matrix's lengths."""
+    recipe = Recipe.model_validate(read_manifest(args.pair).recipe)
+    target, drafting = recipe.target.quantization, recipe.speculation.draft_length
+    arms = {
+        "original": SpeedArm(),
+        "quantized": SpeedArm(quantization=target),
+        "quantized + draft": SpeedArm(quantization=target, draft=recipe.draft, policy=drafting),
+    }
+    first = next(iter(read_speed_matrix(args.matrix).values()))
+    told = {"model": recipe.target.model, "device": recipe.device, "seed": recipe.seed, "arms": arms}
+    return {recipe.name: first.model_copy(update=told)}
+
+
+def baseline(args: argparse.Namespace) -> Path:
+    """Where the rows go."""
+    if args.out is not None or args.pair is None:
+        return args.out or Path("eval/baselines/speed_cpu.json")
+    return results_file(args.pair).with_name(STUDY)
 
 
 def studies(args: argparse.Namespace) -> list[Study]:
     """Of the matrix; with servers all of them take their arms' places."""
     found = []
-    for name, subject in read_speed_matrix(args.matrix).items():
+    for name, subject in of_pair(args).items() if args.pair else read_speed_matrix(args.matrix).items():
         arms = tuple(told.partition("=")[0] for told in args.server) or tuple(subject.arms)
         for arm in arms:
             if arm not in subject.arms:
@@ -286,7 +310,7 @@ def run(study: Study, servers: dict[str, Api], progress: Progress) -> str:
 def main() -> None:
     args = read_options(__doc__, "speed_cpu.yaml", add_options)
     WORK.mkdir(parents=True, exist_ok=True)
-    every, progress = studies(args), Progress()
+    every, out, progress = studies(args), baseline(args), Progress()
     servers = {arm: Api(url) for arm, _, url in (told.partition("=") for told in args.server)}
     if args.list:
         print(*(f"{len(s.kept())} of {len(s.cells)} cells kept, {len(s.arms)} arms, {s.name}" for s in every), sep="\n")
@@ -304,7 +328,7 @@ def main() -> None:
     by_study = [(study, list(study.rows(speed))) for study in every]
     rows = [each for _, own in by_study for each in own]
     limits = [each for study, own in by_study for each in largest_batches(own, study.subject.ttft_s)]
-    write_baseline(args.out, facts, [*rows, *limits])
+    write_baseline(out, facts, [*rows, *limits])
     page = write(document(facts, [*rows, *limits]), args.report)
     for each in rows:
         print(json.dumps({key: each.get(key) for key in ("shape", "batch", "arm", "tokens_s", "tpot_ms", "speedup")}))

@@ -137,7 +137,7 @@ class Series:
 @dataclass(frozen=True)
 class Plot:
     """Points over two axes. guide: a line at y = 1, at y = x, or none. log_x: for lengths that double.
-    named: points have their labels beside them.
+    named: points have their labels beside them. line: what intervals are.
     """
 
     caption: str
@@ -147,6 +147,7 @@ class Plot:
     guide: Literal["none", "one", "diagonal"] = "none"
     log_x: bool = False
     named: bool = False
+    line: str = "95 % CI"
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def _plot_table(plot: Plot) -> Table:
     points = [(series.name, point) for series in plot.series for point in series.points]
     sides = [("x_interval", plot.x), ("y_interval", plot.y)]
     shown = [(name, axis) for name, axis in sides if any(getattr(point, name) for _, point in points)]
-    columns = ("", plot.x, plot.y, *(f"95 % CI, {axis}" for _, axis in shown))
+    columns = ("", plot.x, plot.y, *(f"{plot.line}, {axis}" for _, axis in shown))
     rows = tuple(
         (
             ": ".join(dict.fromkeys(part for part in (series, point.label) if part)),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from qspec.provenance import atomic_write
 from qspec.schema.results import Results
+from qspec.schema.speed_rows import SpeedRows
 from qspec.schema.text import dump_yaml
 from qspec.stages import report_data, report_html, report_markdown
 from qspec.stages.document import Block, Details, Document, Heading, Table, percent
@@ -12,6 +13,7 @@ from qspec.stages.report_accuracy import accuracy_blocks
 from qspec.stages.report_drafts import acceptance_blocks, prediction_blocks
 from qspec.stages.report_needles import lost_contexts, needle_blocks, needle_finding
 from qspec.stages.report_speed import speed_blocks, time_blocks
+from qspec.stages.speed_report import study_blocks
 from qspec.stages.verdict import findings, negatives
 
 
@@ -30,8 +32,8 @@ def write(page: Document, folder: Path) -> Path:
     return folder / "report.html"
 
 
-def document(results: Results) -> Document:
-    """The report of `results` as blocks."""
+def document(results: Results, study: SpeedRows | None = None) -> Document:
+    """The report of `results` as blocks; study: of speed by lengths and batch."""
     device, cpu = str(results.recipe.get("device", "")), results.environment.get("cpu", "")
     about = [str(results.recipe.get("description", "")), f"{device}: {cpu}" if device == "cpu" and cpu else device]
     needles = results.accuracy.needles
@@ -48,7 +50,9 @@ def document(results: Results) -> Document:
     if results.speed is not None:
         parts = (speed_blocks, acceptance_blocks, prediction_blocks, time_blocks)
         blocks += [block for part in parts for block in part(results.speed)]
-    blocks += [*_limits(results), *_notes(results), *_provenance(results)]
+    if study is not None:
+        blocks += study_blocks(results, study)
+    blocks += [*_limits(results, study), *_notes(results), *_provenance(results)]
     subtitle = " · ".join(part for part in about if part)
     return Document(f"{results.name}: quantized speculative pair", subtitle, tuple(blocks), lead(results))
 
@@ -60,7 +64,7 @@ def _notes(results: Results) -> list[Block]:
     return [Heading("Quantization notes"), *notes]
 
 
-def _limits(results: Results) -> list[Block]:
+def _limits(results: Results, study: SpeedRows | None) -> list[Block]:
     """What these numbers do not show."""
     lines = [*results.limits, *results.accuracy.skipped]
     for task in results.accuracy.tasks:
@@ -73,7 +77,7 @@ def _limits(results: Results) -> list[Block]:
             lines.append(f"{name}: answers cut at {limit} tokens: {shares} (original / quantized).")
         if task.prompts_cut:
             lines.append(f"{name}: {task.prompts_cut} prompts lost their beginning (context).")
-    if results.speed is not None and not results.speed.batches:
+    if results.speed is not None and not results.speed.batches and study is None:
         lines.append("Speed was measured with one request at a time; batches behave differently.")
     if not lines:
         return []

@@ -6,24 +6,34 @@ from pathlib import Path
 
 from qspec.errors import RecipeError
 from qspec.schema.results import Results
+from qspec.schema.speed_rows import SpeedRows
 from qspec.stages.document import Block, Document, Heading
 from qspec.stages.gate import Outcome, judge, parse, sentence
 from qspec.stages.report import document
 from qspec.stages.report_pairs import comparison
-from qspec.stages.results_files import read_named, read_results
+from qspec.stages.results_files import STUDY, read_named, read_results, read_study
 
 
-def gated(references: Sequence[Path], baseline: Path | None, conditions: Sequence[str]) -> tuple[Document, bool]:
+def gated(
+    references: Sequence[Path], baseline: Path | None, conditions: Sequence[str], speed: Path | None = None
+) -> tuple[Document, bool]:
     """The document, and whether a gate was missed. `baseline`: what `recovery` and `speedup` are over.
 
-    Raises `RecipeError` for conditions that are none, `SourceError` for metrics that were not measured.
+    speed: a speed study of the one pair, in place of what lies beside its results. Raises `RecipeError` for conditions
+    that are none, `SourceError` for metrics that were not measured.
     """
     gates = [parse(condition) for condition in conditions]
     if baseline is not None and not gates:
         raise RecipeError(f"--against {baseline}", "changes nothing without a gate", "add --fail-if 'recovery<0.99'")
+    if speed is not None and len(references) > 1:
+        raise RecipeError(f"--speed {speed}", "is of one pair", f"put it beside its results.json, as {STUDY}")
     pairs, against = read_named(references), read_results(baseline) if baseline is not None else None
+    studies = [SpeedRows.read(speed)] if speed is not None else [read_study(reference) for reference in references]
     outcomes = {name: judge(gates, results, against) for name, results in pairs.items()}
-    page = document(*pairs.values()) if len(pairs) == 1 else comparison(pairs)
+    if len(pairs) == 1:
+        page = document(next(iter(pairs.values())), studies[0])
+    else:
+        page = comparison(pairs, {name: s for name, s in zip(pairs, studies, strict=True) if s is not None})
     front = _gates(outcomes, against) if gates else []
     missed = any(outcome.missed for found in outcomes.values() for outcome in found)
     return replace(page, blocks=(*front, *page.blocks)), missed

@@ -7,6 +7,7 @@ from qspec.numerics.paired import rank_correlation, shown_sign
 from qspec.numerics.pareto import dominated
 from qspec.numerics.student import mean_interval
 from qspec.schema.results import Results, TaskResult
+from qspec.schema.speed_rows import SpeedRows
 from qspec.stages.document import (
     Block,
     Document,
@@ -28,6 +29,7 @@ from qspec.stages.document import (
 from qspec.stages.headline import lead
 from qspec.stages.items import compare_items
 from qspec.stages.measured import Value, differences, measured, pair_rows
+from qspec.stages.speed_report import study_blocks
 from qspec.stages.verdict import blockers
 
 FEWEST = 5
@@ -50,14 +52,15 @@ Values = Mapping[str, Mapping[str, Value | None]]
 """By pair and metric."""
 
 
-def comparison(pairs: Mapping[str, Results]) -> Document:
-    """The pairs as one document; the first is what the others are compared with."""
+def comparison(pairs: Mapping[str, Results], studies: Mapping[str, SpeedRows] | None = None) -> Document:
+    """The pairs as one document; the first is what the others are compared with. studies: of speed, by pair."""
     values = {name: {metric: _first(results, metric) for metric in COLUMNS} for name, results in pairs.items()}
     blocks: list[Block] = [Heading("Verdict"), *_conditions(pairs), *_fronts(values)]
     blocks += [Finding("plain", f"{name}: {lead(results)}", "pair") for name, results in pairs.items()]
     blocks += [*_plots(values), _table(values)]
     blocks += _paired(pairs)
     blocks += _proxies(values)
+    blocks += [block for name, study in (studies or {}).items() for block in study_blocks(pairs[name], study, name)]
     blocks += [Heading("Provenance"), _provenance(pairs)]
     return Document(f"{len(pairs)} speculative pairs", ", ".join(pairs), tuple(blocks), _lead(pairs, values))
 

@@ -183,7 +183,8 @@ def _batch_plots(batches: Sequence[BatchSpeed], name: Naming) -> list[Block]:
         for arm in arms
         if (pairs := [(b, b.speedup) for b in batches if (b.arm, b.temperature) == arm and b.speedup is not None])
     ]
-    plots = [Plot("Tokens per second of all requests by batch", "batch", "tokens/s", tuple(rates), log_x=True)]
+    caption = "Tokens per second of all requests by batch (line: quartiles)"
+    plots = [Plot(caption, "batch", "tokens/s", tuple(rates), log_x=True, line="quartiles")]
     if gains:
         caption = "Speedup of drafting by batch (line: 95 % CI)"
         plots.append(Plot(caption, "batch", "speedup", tuple(gains), guide="one", log_x=True))

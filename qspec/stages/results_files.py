@@ -1,22 +1,35 @@
-"""Results where people have them: a run's folder, a pair's folder, or a file."""
+"""Results where people have them: a run's folder, a pair's folder, or a file; a speed study lies beside them."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from qspec.errors import IntegrityError
 from qspec.schema.results import Results
+from qspec.schema.speed_rows import SpeedRows
 
 PLACES = ("report/results.json", "results.json")
+STUDY = "speed.json"
 
 
 def read_results(reference: Path) -> Results:
     """Results of a run, a pair or a `results.json`. Raises `IntegrityError` where there are none."""
+    return Results.read(results_file(reference))
+
+
+def results_file(reference: Path) -> Path:
+    """The file itself. Raises `IntegrityError` where there is none."""
     if not reference.is_dir():
-        return Results.read(reference)
+        return reference
     for place in PLACES:
         if (reference / place).is_file():
-            return Results.read(reference / place)
+            return reference / place
     raise IntegrityError(str(reference), "holds no results.json", "give a run's or a pair's folder, or the file")
+
+
+def read_study(reference: Path) -> SpeedRows | None:
+    """The speed study that lies beside the results, if one does."""
+    place = results_file(reference).with_name(STUDY)
+    return SpeedRows.read(place) if place.is_file() else None
 
 
 def read_named(references: Sequence[Path]) -> dict[str, Results]:

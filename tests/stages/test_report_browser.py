@@ -17,6 +17,7 @@ from qspec.stages.report import document, write
 from qspec.stages.report_pairs import comparison
 from tests.stages.example_results import example
 from tests.stages.test_report_pairs import pairs
+from tests.stages.test_speed_rows import study
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PROBE = """
@@ -70,7 +71,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     results = example()
     more = {f"library {i}": f"1.{i}" for i in range(9)}
     results = results.model_copy(update={"environment": results.environment | more})
-    single, several = write(document(results), folder / "one"), write(comparison(pairs(5)), folder / "several")
+    single, several = write(document(results, study()), folder / "one"), write(comparison(pairs(5)), folder / "several")
     return {"one": single, "several": several}
 
 
@@ -98,7 +99,7 @@ def probe(chromium: str, page: Path, tmp_path: Path, width: int, *options: str) 
 def test_the_page_works_on_a_desktop(chromium: str, pages: dict[str, Path], tmp_path: Path):
     """Would catch a script that fails, a table that sorts text, a filter or a tooltip that does nothing."""
     found = probe(chromium, pages["one"], tmp_path, 1200)
-    assert len(found["plots"]) == 8
+    assert len(found["plots"]) == 11
     assert min(found["plots"]) > 300
     assert found["outside"] == 0
     assert found["needed"] <= found["width"]
