@@ -426,18 +426,18 @@ def sensitivity(
 def profile(
     pair: PairFolder,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode; more are steadier.")] = 64,
+    torch_engine: Annotated[bool, typer.Option("--torch", help="The torch engine, not the C++ core.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Show where the time of a token goes, part by part, with drafts and without.
 
-    The torch engine is taken apart, also where the C++ core would run. Beside each matmul stands how many times longer
-    it takes than this machine needs to read its stored bytes.
+    Beside each matmul stands how many times longer it takes than this machine needs to read its stored bytes.
     """
     from qspec.stages import report_text
     from qspec.stages.open_pair import open_pair
     from qspec.stages.profile import as_data, document, profile as measure
 
-    found = measure(open_pair(pair, kernels="torch"), tokens)
+    found = measure(open_pair(pair, "torch" if torch_engine else "auto"), tokens)
     if as_json:
         print(json.dumps(as_data(found), indent=2, ensure_ascii=False, allow_nan=False))
     else:

@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -204,6 +205,27 @@ struct Choice {
   float weight;
 };
 
+// Where the time of passes goes, as their first thread sees it: most laps end where all threads meet.
+enum Lap { EMBEDDING, NORMS, QKV, ATTENTION, O, GATE_UP, DOWN, MIXTURE, HEAD, READING, LAPS };
+
+class Laps {
+ public:
+  void begin() { last_ = Clock::now(); }
+
+  void end(int thread, Lap lap) {
+    if (thread != 0) return;
+    const auto now = Clock::now();
+    seconds[lap] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+  double seconds[LAPS] = {};
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point last_;
+};
+
 class Model {
  public:
   Model(Pool& pool, const Shape& shape, const Kernels& kernels)
@@ -271,6 +293,12 @@ class Model {
 
   Reading reading() const { return stream_ ? stream_->reading() : Reading{}; }
 
+  // By `Lap`, since the model was made.
+  void seconds(double* out) {
+    std::lock_guard<std::mutex> one(calls_);
+    std::copy(laps_.seconds, laps_.seconds + LAPS, out);
+  }
+
   void set_rope(int which, const float* cos, const float* sin) {
     const size_t count = size_t(s_.max_length) * (s_.rotary / 2);
     ropes_[2 * which] = arena_.copy(cos, count);
@@ -297,6 +325,7 @@ class Model {
     std::lock_guard<std::mutex> one(calls_);
     list_rows(parts, count);
     make_room();
+    laps_.begin();
     pool_.run([&](int thread) { pass(thread, last, logits, best, states); });
     if (!readable_) return false;
     for (const Part* part = parts; part < parts + count; ++part)
@@ -365,6 +394,7 @@ class Model {
       run_.embed(embedding_.codes ? embedding_ : head_, !embedding_.codes, rows_[t].token, s_.embed_scale,
                  hidden_.get() + t * hidden_stride_);
     pool_.barrier();
+    laps_.end(thread, EMBEDDING);
     for (int i = 0; i < s_.layers; ++i) {
       if (!arrived(thread, i)) return;
       for (int begin = 0; begin < rows; begin += BLOCK) run_layer(thread, i, block(begin, rows));
@@ -377,6 +407,7 @@ class Model {
       const int64_t done = begin - (rows - last);
       decide(thread, block(begin, rows), logits ? logits + done * s_.vocab : nullptr, best ? best + done : nullptr);
     }
+    laps_.end(thread, HEAD);
   }
 
   bool streams(int i) const { return stream_ && streamed_[i]; }
@@ -386,6 +417,7 @@ class Model {
     if (!streams(i)) return true;
     if (thread == 0) readable_ = stream_->take();
     pool_.barrier();
+    laps_.end(thread, READING);
     return readable_;
   }
 
@@ -397,11 +429,19 @@ class Model {
     const int dims = s_.heads * s_.head_dim, features = static_cast<int>(rounded_up(s_.intermediate, 8));
     const Layer& l = layers_[i];
     project(thread, i, b.rows, prepared(thread, l.qkv, b.hidden, hidden_stride_, l.input_norm, b.count));
+    laps_.end(thread, QKV);
     attend(thread, i, b);
+    laps_.end(thread, ATTENTION);
     add(thread, l.o, prepared(thread, l.o, mixed_.get(), dims, nullptr, b.count), l.attention_post_norm, b);
-    if (l.experts) return mix(thread, l, b);
+    laps_.end(thread, O);
+    if (l.experts) {
+      mix(thread, l, b);
+      return laps_.end(thread, MIXTURE);
+    }
     feed(thread, l.gate_up, prepared(thread, l.gate_up, b.hidden, hidden_stride_, l.mlp_norm, b.count));
+    laps_.end(thread, GATE_UP);
     add(thread, l.down, prepared(thread, l.down, gated_.get(), features, nullptr, b.count), l.mlp_post_norm, b);
+    laps_.end(thread, DOWN);
   }
 
   // Rows as matrix `m` reads them: normed (if there are gains), rounded. Few rows: each thread has its own copy.
@@ -416,6 +456,7 @@ class Model {
       for (int t; (t = pool_.claim()) < count;) prepare(m, x + t * x_stride, gain, rows, t);
       pool_.barrier();
     }
+    laps_.end(thread, NORMS);
     return rows;
   }
 
@@ -661,6 +702,7 @@ class Model {
   std::mutex calls_;
   std::vector<Row> rows_;       // of the call at hand
   std::vector<int32_t> slots_;  // of its tree nodes' paths
+  Laps laps_;
   std::unique_ptr<Stream> stream_;  // ends before the memory that it fills
 };
 
@@ -747,6 +789,9 @@ QSPEC_API int qspec_set_stream(Model* m, int file, const qspec::Piece* pieces, i
 }
 
 QSPEC_API void qspec_reading(const Model* m, qspec::Reading* out) { *out = m->reading(); }
+
+// Seconds that all passes took since the model was made, by part, in the order of `Lap`.
+QSPEC_API void qspec_seconds(Model* m, double* out) { m->seconds(out); }
 
 // Sequences end before their model does.
 QSPEC_API Sequence* qspec_sequence(const Model* m) {

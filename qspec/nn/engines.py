@@ -54,7 +54,7 @@ def _say_once(reason: str) -> None:
 
 
 def engine_name(decoder: AnyDecoder) -> str:
-    """What runs, for a report: `C++ core (avx2), 2 threads` or `torch kernels`."""
+    """What runs, for a report: `C++ core (avx2), 2 threads` or `torch kernels, 2 threads`."""
     if isinstance(decoder, NativeDecoder):
         return f"C++ core ({decoder.isa}), {decoder.threads} threads"
-    return "torch kernels"
+    return f"torch kernels, {torch.get_num_threads()} threads"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qspec.nn.lm import FORKED
-from qspec.nn.native_interface import Layer, Matrix, Part, instruction_sets, library, matrix_of, pointer, pool_of
+from qspec.nn.native_interface import LAPS, Layer, Matrix, Part, instruction_sets, library, matrix_of, pointer, pool_of
 from qspec.nn.native_model import Source, arch_obstacle, cache_kind, quantized_obstacle, ropes_of, shape_of
 from qspec.nn.states import States
 from qspec.numerics.trees import Parents
@@ -92,6 +92,12 @@ class NativeDecoder:
 
     def hidden(self, count: int = 1) -> Tensor:
         return self._states.newest(count)
+
+    def seconds(self) -> dict[str, float]:
+        """Where the time of all passes on these weights went so far, by part."""
+        found = (ctypes.c_double * len(LAPS))()
+        self._lib.qspec_seconds(self._core.handle, found)
+        return dict(zip(LAPS, found, strict=True))
 
     def fork(self) -> "NativeDecoder":
         """Another, empty sequence on the same weights."""

@@ -82,6 +82,12 @@ class Layer(ctypes.Structure):
     ]
 
 
+LAPS = ("embedding", "norms", "q/k/v", "attention", "o", "gate/up", "down", "activation", "head", "reading")
+"""`Lap` of native/model.cpp. norms: with rounding to the matmuls' inputs; attention: softmax over the cache;
+q/k/v: with rotation and the cache's write; gate/up: with its activation; activation: all of a mixture of experts;
+reading: waiting for streamed layers."""
+
+
 class Piece(ctypes.Structure):
     """`Piece` of native/model.h."""
 
@@ -146,6 +152,7 @@ def library() -> ctypes.CDLL:
         "qspec_memory": (c_void_p, [c_void_p, c_int64]),
         "qspec_set_stream": (c_int, [c_void_p, c_int, POINTER(Piece), c_int]),
         "qspec_reading": (None, [c_void_p, POINTER(Reading)]),
+        "qspec_seconds": (None, [c_void_p, POINTER(c_double)]),
         "qspec_sequence": (c_void_p, [c_void_p]),
         "qspec_sequence_free": (None, [c_void_p]),
         "qspec_cache_bytes": (c_int64, [c_void_p]),

@@ -1,6 +1,7 @@
 """Open a packaged pair: the engine runs exactly the files that were packaged."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 import hashlib
 from pathlib import Path
@@ -39,9 +40,9 @@ from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
 from qspec.stages.check import check_scales, real_vocab
 from qspec.stages.drafting import draft_lm, draft_policy, lookup_drafter, mlp_drafter, model_drafter, request_policy
 from qspec.stages.speculator_head import open_head
+from qspec.stages.text_stream import TextStream
 
 _TIMED_STEPS = 5
-_UNFINISHED = "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -86,29 +87,31 @@ class LoadedPair:
     ) -> Completion:
         """Answer `prompt` (through the chat template, if there is one); the law is the target's, drafts or not.
 
-        Sampling defaults are the recipe's. `on_text` receives text as soon as it is certain. `domain` names the kind of
-        request, for draft lengths that learn (`confidence`, `optimal`); under these the same seed may give another
-        sample of the same law.
+        Sampling defaults are the recipe's. `on_text` receives text as soon as it is certain, from another thread while
+        the next pass runs. `domain` names the kind of request, for draft lengths that learn (`confidence`, `optimal`);
+        under these the same seed may give another sample of the same law.
         """
         _check_seed(seed)
         sampling = self._sampling(temperature, top_k, top_p)
-        stream = _TextStream(self.model.tokenizer.decode, on_text)
-        generation = engine.generate(
-            self.target,
-            self.drafter if speculative else None,
-            self.policy,
-            prompt_tokens(self.model.tokenizer, prompt)[0],
-            max_new_tokens,
-            sampling,
-            self.model.arch.eos_ids,
-            torch.Generator().manual_seed(seed),
-            stream.add,
-            domain,
-        )
+        with ThreadPoolExecutor(1, "qspec-text") as worker:
+            stream = TextStream(self.model.tokenizer.decode, worker, on_text)
+            generation = engine.generate(
+                self.target,
+                self.drafter if speculative else None,
+                self.policy,
+                prompt_tokens(self.model.tokenizer, prompt)[0],
+                max_new_tokens,
+                sampling,
+                self.model.arch.eos_ids,
+                torch.Generator().manual_seed(seed),
+                stream.add,
+                domain,
+            )
+            text = stream.finish()
         stats = None
         if any(step.drafted for step in generation.steps):
             stats = SpecStats.from_steps(generation.steps, self._plain_step_seconds())
-        return Completion(stream.finish(), generation, stats)
+        return Completion(text, generation, stats)
 
     def generate_batch(
         self,
@@ -126,14 +129,13 @@ class LoadedPair:
 
         Each has a drafter, a policy and randomness (`seed` + its number) of its own, so answers are those of one by one
         where rows are computed as if alone. `draft_length.by_batch` caps drafts by how many go on. `on_text` is told
-        the prompt's number too. Completions have no `stats`: a batch has no plain step to compare with.
+        the prompt's number too, from one other thread. Completions have no `stats`: a batch has no plain step to compare with.
         Raises `RecipeError` for a target that serves one request at a time.
         """
         _check_seed(seed)
         if not isinstance(self.target, BatchLM):
             rule = f"{type(self.target).__name__} serves one request at a time"
             raise RecipeError(f"a batch of {len(prompts)} prompts", rule, "call generate for each")
-        streams = [_TextStream(self.model.tokenizer.decode, _numbered(i, on_text)) for i in range(len(prompts))]
         length = self.recipe.speculation.draft_length
         asked = [
             Prompt(
@@ -146,15 +148,19 @@ class LoadedPair:
             )
             for i, prompt in enumerate(prompts)
         ]
-        found = run_batch(
-            self.target,
-            asked,
-            self._sampling(temperature, top_k, top_p),
-            self.model.arch.eos_ids,
-            length.by_batch,
-            lambda i, tokens: streams[i].add(tokens),
-        )
-        return [Completion(stream.finish(), answer, None) for stream, answer in zip(streams, found, strict=True)]
+        sampling = self._sampling(temperature, top_k, top_p)
+        with ThreadPoolExecutor(1, "qspec-text") as worker:
+            told = (_numbered(i, on_text) for i in range(len(prompts)))
+            streams = [TextStream(self.model.tokenizer.decode, worker, one) for one in told]
+            found = run_batch(
+                self.target,
+                asked,
+                sampling,
+                self.model.arch.eos_ids,
+                length.by_batch,
+                lambda i, tokens: streams[i].add(tokens),
+            )
+            return [Completion(stream.finish(), answer, None) for stream, answer in zip(streams, found, strict=True)]
 
     def new_drafter(self) -> Drafter:
         """A drafter on the same draft weights, with a cache and a memory of its own."""
@@ -275,27 +281,3 @@ def _check_seed(seed: int) -> None:
 
 def _numbered(i: int, on_text: Callable[[int, str], None] | None) -> Callable[[str], None] | None:
     return None if on_text is None else lambda text: on_text(i, text)
-
-
-class _TextStream:
-    """Turns tokens into text, holding back characters whose bytes are not all there."""
-
-    def __init__(self, decode: Callable[[list[int]], str], on_text: Callable[[str], None] | None) -> None:
-        self._decode, self._on_text = decode, on_text
-        self._tokens: list[int] = []
-        self._shown = 0
-
-    def add(self, tokens: list[int]) -> None:
-        self._tokens += tokens
-        if self._on_text is not None and not (text := self._decode(self._tokens)).endswith(_UNFINISHED):
-            self._emit(text)
-
-    def finish(self) -> str:
-        text = self._decode(self._tokens)
-        self._emit(text)
-        return text
-
-    def _emit(self, text: str) -> None:
-        if self._on_text is not None and len(text) > self._shown:
-            self._on_text(text[self._shown :])
-            self._shown = len(text)

@@ -1,6 +1,7 @@
 """Where the time of a token goes, and how far each part is from what this machine's memory allows."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,8 +9,8 @@ import torch
 
 from qspec.bridges.text import prompt_tokens
 from qspec.errors import RecipeError
-from qspec.nn.decoder import Decoder
-from qspec.nn.engines import AnyDecoder
+from qspec.nn.engines import AnyDecoder, engine_name
+from qspec.nn.native import NativeDecoder
 from qspec.nn.timed import PARTS, timed
 from qspec.records import QuantizedModel
 from qspec.spec import engine
@@ -68,7 +69,7 @@ class Profile:
     bandwidth: float
     bytes_per_token: float
     ceiling_tokens_s: float
-    threads: int
+    engine: str
     speculation: Speculation
 
     @property
@@ -80,22 +81,20 @@ class Profile:
 def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile:
     """Decode `tokens` greedily: plainly, under timers, and with drafts. Raises `RecipeError` where they do not fit."""
     target, start = pair.target, prompt_tokens(pair.model.tokenizer, prompt)[0]
-    if not isinstance(target, Decoder):
-        raise RecipeError("profile", "takes the torch decoder apart", 'open the pair with kernels="torch"')
     if len(start) + tokens > target.max_length:
         rule = f"with a prompt of {len(start)} tokens passes the cache of {target.max_length}"
         raise RecipeError(f"--tokens {tokens}", rule, "ask for fewer tokens")
     _decode(target, start, WARM_UP)
     plain_ms = _ms(_decode(target, start, tokens))
-    with timed(target) as clock:
+    with _clock(target) as clock:
         _decode(target, start, 1)
-        clock.seconds.clear()  # the prompt's pass, which the next one makes too
-        _decode(target, start, 1)
-        prefill = dict(clock.seconds)
-        clock.seconds.clear()
+        begun = clock()
+        _decode(target, start, 1)  # the prompt's pass, which the next one makes too
+        prefilled = clock()
         run = _decode(target, start, tokens)
+        ended = clock()
     steps = len(run.steps)
-    seconds = {part: max(0.0, clock.seconds[part] - prefill.get(part, 0.0)) / steps for part in PARTS}
+    seconds = {part: max(0.0, s - 2 * prefilled[part] + begun[part]) / steps for part, s in ended.items() if s}
     seconds["sampling"] = max(0.0, sum(s.t_verify for s in run.steps) / steps - sum(seconds.values()))
     seconds["bookkeeping"] = sum(s.t_other for s in run.steps) / steps
     rate, read = bandwidth().value, _bytes(pair.model, compute_dtype(pair.recipe.dtype), len(start) + tokens / 2)
@@ -112,7 +111,7 @@ def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile
         bandwidth=rate,
         bytes_per_token=sum(read.values()),
         ceiling_tokens_s=rate / sum(read.values()),
-        threads=torch.get_num_threads(),
+        engine=engine_name(target),
         speculation=_speculation(pair, start, tokens, plain_ms),
     )
 
@@ -128,7 +127,7 @@ def document(found: Profile, name: str) -> Document:
     )
     columns = ("part", "ms/token", "share", "reads", "times its floor")
     caption = (
-        f"{found.tokens} tokens behind {found.prompt_tokens}, {found.threads} threads. Floor: the stored bytes over "
+        f"{found.tokens} tokens behind {found.prompt_tokens}, {found.engine}. Floor: the stored bytes over "
         f"{size(found.bandwidth)}/s, as measured. Timers added {percent(found.timers)}."
     )
     s = found.speculation
@@ -148,6 +147,16 @@ def document(found: Profile, name: str) -> Document:
         Table(told, ("part", "ms/token", "share"), shares),
     )
     return Document(f"{name}: where the time goes", "", blocks)
+
+
+@contextmanager
+def _clock(target: AnyDecoder) -> Iterator[Callable[[], dict[str, float]]]:
+    """Reads seconds by part so far. The C++ core keeps them always; the torch engine is taken apart for the block."""
+    if isinstance(target, NativeDecoder):
+        yield target.seconds
+    else:
+        with timed(target) as clock:
+            yield lambda: {part: clock.seconds[part] for part in PARTS}
 
 
 def _decode(

@@ -25,7 +25,7 @@ def test_torch_serves_what_the_core_does_not(
     decoder = open_decoder(llama, max_length=20)
     assert isinstance(decoder, Decoder)
     assert decoder.max_length == 20
-    assert engine_name(decoder) == "torch kernels"
+    assert engine_name(decoder) == f"torch kernels, {torch.get_num_threads()} threads"
     assert [record.message for record in caplog.records] == [
         "models run on torch's kernels, several times slower: no compiler"
     ]

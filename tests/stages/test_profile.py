@@ -1,9 +1,14 @@
 """Where a token's time goes, on a tiny pair."""
 
+from pathlib import Path
+from time import perf_counter
+
 import pytest
 import torch
 
 from qspec.errors import RecipeError
+from qspec.nn.native import NativeDecoder
+from qspec.nn.native_interface import LAPS
 from qspec.nn.timed import MATMULS, PARTS, timed
 from qspec.stages import bench
 from qspec.stages.open_pair import LoadedPair, open_pair
@@ -53,6 +58,19 @@ def test_profile_adds_up(pair: LoadedPair) -> None:
     text = render(document(found, "pair"))
     assert "gate/up" in text
     assert "tokens per step" in text
+
+
+def test_the_core_times_its_own_passes(tmp_path: Path) -> None:
+    """Catches laps in another order than their names, a pass that is left out, and timers of the torch engine."""
+    pair = open_pair(package(*halves(tmp_path / "source"), recipe(), tmp_path))
+    if not isinstance(pair.target, NativeDecoder):
+        pytest.skip(f"no C++ core: {NativeDecoder.missing()}")
+    begin, before = perf_counter(), sum(pair.target.seconds().values())
+    found = profile(pair, tokens=8, prompt="the quick")
+    after = sum(pair.target.seconds().values())
+    assert 0 < after - before < perf_counter() - begin
+    assert {part.name for part in found.parts} == {*LAPS, "sampling", "bookkeeping"} - {"activation", "reading"}
+    assert "C++ core" in render(document(found, "pair"))
 
 
 def test_more_tokens_than_the_cache_holds_are_refused(pair: LoadedPair) -> None:
