@@ -129,7 +129,8 @@ class LoadedPair:
 
         Each has a drafter, a policy and randomness (`seed` + its number) of its own, so answers are those of one by one
         where rows are computed as if alone. `draft_length.by_batch` caps drafts by how many go on. `on_text` is told
-        the prompt's number too, from one other thread. Completions have no `stats`: a batch has no plain step to compare with.
+        the prompt's number too, from one other thread. Completions have no `stats`: a batch has no plain step to
+        compare with.
         Raises `RecipeError` for a target that serves one request at a time.
         """
         _check_seed(seed)

@@ -27,7 +27,7 @@ def test_pieces_are_whole_characters_in_order_and_add_up_to_the_text() -> None:
 
 
 def test_tokens_are_taken_while_a_slow_listener_is_still_busy() -> None:
-    """A listener called in the decoding thread would hold up the next pass: here it waits until all tokens are added."""
+    """A listener called in the decoding thread would hold up the next pass: here it waits for tokens still to come."""
     added, heard = Event(), []
 
     def listen(text: str) -> None:
