@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import groupby
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from qspec.errors import RecipeError
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
+from qspec.numerics.student import ratio_interval
 from qspec.pipeline import Calibration, Originals, load_originals, quantized_half
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
@@ -31,10 +33,13 @@ from qspec.stages.open_pair import compute_dtype
 from qspec.stages.speculator_head import head_folder, open_head
 from qspec.stages.tune_page import Confirmed, Outcome, as_data, document
 from qspec.stages.tune_pieces import Journal, Json, head_runs, laws, lookup_runs, pass_times, prompt_seconds
-from qspec.stages.tune_predict import Answer, DraftPiece, Model, Prediction, TargetPiece, passes_of
+from qspec.stages.tune_predict import Answer, DraftPiece, Model, Prediction, Rounds, TargetPiece, passes_of
+from qspec.stages.tune_rounds import bookkeeping
 from qspec.stages.tune_space import PLAIN, space_of
 
 ORIGINAL = "original"
+ROUNDS = 30
+"""Rounds of every draft length whose bookkeeping is timed."""
 
 
 class Study:
@@ -99,7 +104,8 @@ class Study:
         settings = [self._setting(names), rows, self.spec.batches, self.spec.context, self.spec.repeats]
         times = self.journal.kept("times", settings, lambda: self._times(names, rows))
         targets = {name: self._target_piece(name, times) for name in self._targets()}
-        return Model(targets, {name: self._draft_piece(name, times) for name in self.space.drafts if name != PLAIN})
+        drafts = {name: self._draft_piece(name, times) for name in self.space.drafts if name != PLAIN}
+        return Model(targets, drafts, self._rounds())
 
     def answer(self, model: Model) -> Answer:
         """Every combination predicted: additive pieces make that cheap, so nothing has to be sampled."""
@@ -174,8 +180,10 @@ class Study:
     def _setting(self, names: Sequence[str]) -> Any:
         """What decides a piece of these halves."""
         halves = {name: self._half(name)[1].model_dump(mode="json") for name in names}
-        machine = {key: environment()[key] for key in ("cpu", "threads", "qspec", "torch")}
-        return [dict(self.originals.target.source), halves, machine, self.engine]
+        return [dict(self.originals.target.source), halves, self._machine(), self.engine]
+
+    def _machine(self) -> Json:
+        return {key: environment()[key] for key in ("cpu", "threads", "qspec", "torch")}
 
     def _half(self, name: str) -> tuple[LoadedModel, QuantSpec]:
         if name in self.space.targets:
@@ -204,20 +212,31 @@ class Study:
         s = self.spec
         return pass_times(lms, rows, s.batches, s.context, s.repeats, self.progress)
 
+    def _rounds(self) -> Rounds:
+        machine, vocab = self._machine(), self.originals.target.arch.vocab_size
+        facts = [machine, vocab, self.spec.lengths, self.spec.context, asdict(self.sampling)]
+
+        def make() -> Json:
+            return bookkeeping(vocab, self.spec.lengths, self.spec.context, self.sampling, ROUNDS)
+
+        kept = self.journal.kept("rounds", facts, make)
+        return Rounds(*({int(d): s for d, s in kept[part].items()} for part in ("engine", "draft")))
+
     def _target_piece(self, name: str, times: Json) -> TargetPiece:
         fidelity, text = self.recipe.evaluation.fidelity, self.texts
 
         def make() -> Json:
             self.progress.stage(f"accuracy of {name}")
-            lm, told = self.decoder(name), {"kl": float("nan"), "top1": float("nan")}
+            lm, told = self.decoder(name), {"kl": float("nan"), "kl_ci": None, "top1": float("nan")}
             if fidelity is not None:
                 found = measure_fidelity(self.original, lm, self.originals.target.tokenizer, fidelity, self.progress)[0]
-                told = {"kl": found.kl.value, "top1": found.top1_agreement.value}
+                told = {"kl": found.kl.value, "kl_ci": found.kl.ci, "top1": found.top1_agreement.value}
             return told | {"prompts": prompt_seconds(lm, text), "law": laws(lm, text, self.sampling)}
 
         settings = [self._setting([name]), fidelity and fidelity.model_dump(mode="json"), text, asdict(self.sampling)]
         kept = self.journal.kept("target", settings, make)
-        return TargetPiece(passes_of(times[name]), kept["kl"], kept["top1"], max(kept["prompts"]), kept["law"])
+        ci = kept["kl_ci"] and tuple(kept["kl_ci"])
+        return TargetPiece(passes_of(times[name]), kept["kl"], ci, kept["top1"], max(kept["prompts"]), kept["law"])
 
     def _draft_piece(self, name: str, times: Json) -> DraftPiece:
         draft, text, most = self.space.drafts[name].recipe.draft, self.texts, max(self.spec.lengths)
@@ -238,10 +257,14 @@ class Study:
                 t: self.journal.kept("head", [*settings, self._setting([t])], self._head_runs(t, name)) for t in pairs
             }
             return DraftPiece(runs=told, seconds=_mean(k["seconds"] for k in told.values()), per_token=True, most=most)
-        law = self.journal.kept(
-            "draft", [*settings, self._setting([name])], lambda: laws(self.decoder(name), text, self.sampling)
-        )
-        return DraftPiece(passes_of(times[name]), law)
+
+        def make() -> Json:
+            lm = self.decoder(name)
+            begun = [([*prompt, *answer[:1]], answer) for prompt, answer in text]
+            return laws(lm, text, self.sampling) | {"prompts": prompt_seconds(lm, begun)}
+
+        law = self.journal.kept("draft", [*settings, self._setting([name])], make)
+        return DraftPiece(passes_of(times[name]), law, law["prompts"])
 
     def _head_runs(self, target: str, name: str) -> Any:
         def make() -> Json:
@@ -281,7 +304,7 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome
     answer = study.answer(study.model())
     finalists = study.finalists(answer)
     runs = study.confirm({p.name: study.arm(p.target, p.draft, p.gamma) for p in finalists})
-    confirmed = tuple(Confirmed(p, speed_of(runs[p.name])) for p in finalists)
+    confirmed = tuple(Confirmed(p, *speed_of(runs[p.name])) for p in finalists)
     found = Outcome(answer, confirmed, study.space.pruned)
     chosen = found.chosen.prediction
     job = study.space.recipe_of(chosen.target, chosen.draft, chosen.gamma)
@@ -301,10 +324,16 @@ def scheduled(job: Recipe, by_batch: Sequence[tuple[int, int, int]]) -> Recipe:
     return Recipe.model_validate(fields)
 
 
-def speed_of(runs: Sequence[Run]) -> float:
-    """Tokens per second of decoding, over all runs."""
-    seconds = sum(run.generation.seconds for run in runs)
-    return sum(len(run.generation.tokens) - 1 for run in runs) / seconds if seconds else float("nan")
+def speed_of(runs: Sequence[Run]) -> tuple[float, tuple[float, float] | None]:
+    """Tokens per second of decoding over all runs, with its 95 % interval over prompts."""
+    prompts = sorted({run.prompt for run in runs})
+    same = [[run.generation for run in runs if run.prompt == prompt] for prompt in prompts]
+    seconds = [sum(g.seconds for g in of) for of in same]
+    tokens = [float(sum(len(g.tokens) - 1 for g in of)) for of in same]
+    if not sum(seconds):
+        return math.nan, None
+    ci = ratio_interval(seconds, tokens)
+    return sum(tokens) / sum(seconds), ci and (1 / ci[1], 1 / ci[0] if ci[0] > 0 else math.inf)
 
 
 def _mean(values: Iterable[float]) -> float:

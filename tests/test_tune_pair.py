@@ -9,7 +9,10 @@ import pytest
 from qspec import tune_pair
 from qspec.errors import RecipeError
 from qspec.schema.recipe import Recipe
-from qspec.stages.tune_predict import DraftPiece, Model, TargetPiece, pick
+from qspec.spec.types import Sampling
+from qspec.stages.tune_page import Confirmed, Outcome, as_data
+from qspec.stages.tune_predict import Answer, DraftPiece, Model, Rounds, TargetPiece, pick
+from qspec.stages.tune_rounds import bookkeeping
 from qspec.stages.tune_space import space_of
 from tests.jobs import job
 from tests.tiny import tiny_model
@@ -75,28 +78,58 @@ def test_what_cannot_run_is_pruned_with_its_reason(tmp_path: Path, model: Path) 
 
 
 def toy(agrees: list[bool]) -> Model:
-    """Given times: a target pass of r rows takes 10 + r, a draft's 2."""
+    """Given times: a target pass of r rows takes 10 + r, a draft's 2 (3 of two rows), its prompt 50.
+
+    A round of d drafts costs 0.1 + d / 10, and the draft 0.2 d beside.
+    """
     law = {"top": [[1] * len(agrees)], "laws": []}
     says = {"top": [[int(a) for a in agrees]], "laws": []}
     verify = {1: {r: (10.0 + r, 0.0) for r in range(1, 6)}, 8: {r: (80.0 * r, 0.0) for r in range(1, 6)}}
-    drafts = {"d": DraftPiece({1: {1: (2.0, 0.0)}, 8: {1: (16.0, 0.0)}}, says)}
-    return Model({"t": TargetPiece(verify, 0.1, 1.0, 1.0, law)}, drafts)
+    passes = {1: {1: (2.0, 0.0), 2: (3.0, 0.0)}, 8: {1: (16.0, 0.0), 2: (24.0, 0.0)}}
+    rounds = Rounds({d: 0.1 + d / 10 for d in range(7)}, {d: 0.2 * d for d in range(7)})
+    return Model({"t": TargetPiece(verify, 0.1, None, 1.0, 1.0, law)}, {"d": DraftPiece(passes, says, [50.0])}, rounds)
 
 
-def test_prediction_is_brute_force_where_times_are_given() -> None:
-    """Steps that are charged to the wrong number of tokens."""
+@pytest.mark.parametrize("gamma", [1, 2, 4])
+def test_prediction_is_brute_force_where_times_are_given(gamma: int) -> None:
+    """Steps charged to the wrong number of tokens; a draft that reads no prompt, and nothing twice; free rounds."""
     agrees = [True, True, False, True, True, True, True, False, True]
-    at, seconds = 1, 0.0
+    at, read, seconds = 1, 0, 0.0
     while at < len(agrees):
-        seconds += 2 * 2.0 + 13.0
-        stand = 0
-        while stand < 2 and at + stand < len(agrees) and agrees[at + stand]:
-            stand += 1
+        drafted = min(gamma, len(agrees) - 1 - at)
+        stand = next((i for i in range(drafted) if not agrees[at + i]), drafted)
+        seconds += 10.0 + drafted + 1 + 0.1 + drafted / 10 + 0.2 * drafted
+        if drafted:
+            seconds += (50.0 if not read else 1.0 + at - read) + 2.0 * (drafted - 1)
+        read = at + min(stand, drafted - 1)
         at += stand + 1
     found = toy(agrees)
-    assert found.seconds("t", "d", 2) == pytest.approx(seconds / 8)
-    assert found.seconds("t", "d", 0) == 11.0
+    assert found.seconds("t", "d", gamma) == pytest.approx(seconds / 8)
+    assert found.seconds("t", "d", 0) == pytest.approx(11.1)
     assert found.schedule("t", "d", [1, 2, 4], [1, 8])[8] == 0
+
+
+def test_bookkeeping_grows_with_drafts_and_knows_no_model() -> None:
+    """A piece that holds seconds of a pass, or none for a draft that chooses its tokens."""
+    found = bookkeeping(64, (1, 3), 16, Sampling(), 5)
+    assert set(found["engine"]) == {"0", "1", "3"}
+    assert found["draft"]["0"] < found["draft"]["3"]
+    assert all(seconds > 0 for seconds in found["engine"].values())
+
+
+def test_intervals_hold_the_error_of_the_model(tmp_path: Path, model: Path) -> None:
+    """A page whose intervals miss what it measured itself; the error of one widens the others, not its own."""
+    found, recipe = toy([True] * 9), tuned(tmp_path, model)
+    every = tuple(found.predict("t", "d", g, 1e6) for g in (0, 1, 2, 4))
+    right = [Confirmed(p, 1 / p.seconds) for p in every]
+    exact = Outcome(Answer(every, recipe.budget, {1: 0}), tuple(right), ())
+    assert exact.coverage == 1.0
+    assert exact.interval(every[0]) == pytest.approx((1 / every[0].seconds, 1 / every[0].seconds))
+    off = Outcome(exact.answer, (Confirmed(every[0], 1.2 / every[0].seconds), *right[1:]), ())
+    assert off.interval(every[0]) == exact.interval(every[0])
+    assert off.interval(every[1])[1] > 1.1 / every[1].seconds
+    assert off.coverage == 0.75
+    assert as_data(off)["error"]["coverage"] == 0.75
 
 
 def test_budgets_exclude_and_the_nearest_is_named(tmp_path: Path, model: Path) -> None:

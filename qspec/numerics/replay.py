@@ -1,14 +1,18 @@
 """Speculation replayed over a known text: which steps it would take, from what stands behind every position.
 
 T positions of the text; the first token comes from the prompt's pass. Of a greedy target the replay is exact where the
-text is its own: each step starts where the one before ended.
+text is its own: each step starts where the one before ended, and none drafts past the text's end.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-Steps = Mapping[int, float]
-"""Expected number of steps by how many tokens they draft."""
+Steps = Mapping[tuple[int, int], float]
+"""Expected number of steps, by how many tokens they draft and how many of the text a draft model reads first.
+
+That is 1 after a rejection and 2 after a draft that stood whole, whose last token it has not read either; 0: nothing
+but the prompt was read before, and the prompt is.
+"""
 
 
 def runs_of(agrees_T: Sequence[bool]) -> list[int]:
@@ -19,32 +23,36 @@ def runs_of(agrees_T: Sequence[bool]) -> list[int]:
     return runs[:-1]
 
 
-def walk(drafted_T: Sequence[int], runs_T: Sequence[int], gamma: int) -> Counter[int]:
+def walk(drafted_T: Sequence[int], runs_T: Sequence[int], gamma: int) -> Counter[tuple[int, int]]:
     """Steps that decode positions 1 … T - 1, drafts of at most `gamma`, of which the run at its start stands."""
-    steps: Counter[int] = Counter()
-    at = 1
+    steps: Counter[tuple[int, int]] = Counter()
+    at, unread = 1, 0
     while at < len(runs_T):
-        drafted = min(drafted_T[at], gamma)
-        steps[drafted] += 1
-        at += min(drafted, runs_T[at]) + 1
+        drafted = min(drafted_T[at], gamma, len(runs_T) - at - 1)
+        stands = min(drafted, runs_T[at])
+        steps[drafted, unread] += 1
+        at, unread = at + stands + 1, 2 if stands == drafted else 1
     return steps
 
 
-def expected_walk(betas_T: Sequence[float], gamma: int) -> dict[int, float]:
-    """The same for chances that the token at each position stands: expected steps, all of `gamma` tokens.
+def expected_walk(betas_T: Sequence[float], gamma: int) -> dict[tuple[int, int], float]:
+    """The same for chances that the token at each position stands: expected steps.
 
-    `starts[t]`: chance that a step starts at t; from there `r` tokens stand with chance `prod beta (1 - beta_(t+r))`.
+    `starts[t, unread]`: chance that a step starts at t; from there `r` tokens stand with chance
+    `prod beta (1 - beta_(t+r))`.
     """
-    size = len(betas_T)
-    starts = [0.0] * (size + gamma + 1)
-    starts[1] = 1.0
+    size, steps = len(betas_T), Counter[tuple[int, int]]()
+    starts = Counter({(1, 0): 1.0})
     for at in range(1, size):
-        stands = starts[at]
-        for r in range(gamma + 1):
-            beta = betas_T[at + r] if r < gamma and at + r < size else 0.0
-            starts[min(at + r + 1, size)] += stands * (1 - beta)
-            stands *= beta
-    return {gamma: sum(starts[1:size])}
+        drafted = min(gamma, size - at - 1)
+        whole = sum(starts[at, unread] for unread in range(3))
+        for unread in range(3):
+            steps[drafted, unread] += starts[at, unread]
+        for r, beta in enumerate(betas_T[at : at + drafted]):
+            starts[at + r + 1, 1] += whole * (1 - beta)
+            whole *= beta
+        starts[at + drafted + 1, 2] += whole
+    return {step: count for step, count in steps.items() if count}
 
 
 def overlap(p: Mapping[int, float], q: Mapping[int, float]) -> float:

@@ -1,10 +1,12 @@
 """What a joint search found, as data and as a page: predicted beside measured."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+import math
 from statistics import median
 from typing import Any
 
+from qspec.numerics.predictive import excess_deviation, left_out, widened
 from qspec.stages.document import (
     Document,
     Finding,
@@ -14,6 +16,7 @@ from qspec.stages.document import (
     Point,
     Series,
     Table,
+    interval,
     number,
     percent,
     size,
@@ -24,10 +27,11 @@ from qspec.stages.tune_space import Pruned
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A combination that was run: tokens per second."""
+    """A combination that was run: tokens per second, with a 95 % interval over prompts (None from a single one)."""
 
     prediction: Prediction
     speed: float
+    ci: tuple[float, float] | None = None
 
     @property
     def predicted(self) -> float:
@@ -60,14 +64,42 @@ class Outcome:
         return median(sizes), max(sizes)
 
     @property
+    def model_error(self) -> float:
+        """Standard deviation of the model's own error, relative: what the stated spread does not explain."""
+        return excess_deviation(*self._missed)
+
+    def interval(self, p: Prediction) -> tuple[float, float]:
+        """Tokens/s: where a run would end in 95 of 100 cases, by the errors of the confirmed ones (but its own)."""
+        errors, halves = self._missed
+        own = next((i for i, c in enumerate(self.confirmed) if c.prediction == p), None)
+        half = widened(_half(p), errors, halves) if own is None else left_out(errors, halves)[own]
+        return math.exp(-half) / p.seconds, math.exp(half) / p.seconds
+
+    @property
+    def coverage(self) -> float:
+        """Share of the confirmed ones inside their interval; 0.95 is promised."""
+        inside = [low <= c.speed <= high for c in self.confirmed for low, high in [self.interval(c.prediction)]]
+        return sum(inside) / len(inside)
+
+    @property
     def why(self) -> str:
         middle, worst = self.errors
         chosen = self.chosen
         return (
             f"{self.answer.why} Of {len(self.confirmed)} combinations that were run, {chosen.prediction.name} is the "
             f"choice: {chosen.speed:.1f} tokens/s measured, {chosen.predicted:.1f} predicted. Predictions missed by "
-            f"{percent(middle)} (median) and {percent(worst)} (worst)."
+            f"{percent(middle)} (median) and {percent(worst)} (worst); {percent(self.coverage, 0)} of the measured "
+            "speeds lie in their predicted interval, widened by the errors of the others."
         )
+
+    @cached_property
+    def _missed(self) -> tuple[list[float], list[float]]:
+        """Of the confirmed ones: errors as logarithms, and the half-widths of their stated intervals."""
+        return [math.log1p(c.error) for c in self.confirmed], [_half(c.prediction) for c in self.confirmed]
+
+
+def _half(p: Prediction) -> float:
+    return math.log(p.ci[1] / p.ci[0]) / 2
 
 
 def as_data(found: Outcome) -> dict[str, Any]:
@@ -75,11 +107,11 @@ def as_data(found: Outcome) -> dict[str, Any]:
     middle, worst = found.errors
     return {
         "why": found.why,
-        "chosen": _row(found.chosen.prediction) | {"measured_tok_s": found.chosen.speed},
+        "chosen": _confirmed(found, found.chosen),
         "schedule": [list(entry) for entry in found.answer.schedule],
-        "error": {"median": middle, "worst": worst},
-        "confirmed": [_row(c.prediction) | {"measured_tok_s": c.speed} for c in found.confirmed],
-        "front": [_row(p) for p in found.answer.front],
+        "error": {"median": middle, "worst": worst, "model": found.model_error, "coverage": found.coverage},
+        "confirmed": [_confirmed(found, c) for c in found.confirmed],
+        "front": [_row(found, p) for p in found.answer.front],
         "combinations": len(found.answer.every),
         "pruned": [list(entry) for entry in found.pruned],
     }
@@ -88,15 +120,17 @@ def as_data(found: Outcome) -> dict[str, Any]:
 def document(found: Outcome, name: str) -> Document:
     """The page."""
     points = tuple(
-        Point(c.prediction.name, c.predicted, c.speed, (1 / c.prediction.ci[1], 1 / c.prediction.ci[0]))
-        for c in found.confirmed
+        Point(c.prediction.name, c.predicted, c.speed, found.interval(c.prediction), c.ci) for c in found.confirmed
     )
     plot = Plot(
         "Predicted and measured", "tokens/s, predicted", "tokens/s, measured", (Series("", points),), "diagonal"
     )
-    rows = tuple((c.prediction.name, *_cells(c.prediction), number(c.speed), percent(c.error)) for c in found.confirmed)
-    columns = ("combination", "predicted tokens/s", "KL", "first token, s", "memory", "measured tokens/s", "error")
-    front = tuple((p.name, *_cells(p)) for p in found.answer.front)
+    rows = tuple(
+        (*_cells(found, c.prediction), number(c.speed), interval(c.ci), percent(c.error)) for c in found.confirmed
+    )
+    predicted = ("combination", "predicted tokens/s", "95 % of runs", "KL", "95 % CI, KL", "first token, s", "memory")
+    columns = (*predicted, "measured tokens/s", "95 % CI", "error")
+    front = tuple(_cells(found, p) for p in found.answer.front)
     schedule = ", ".join(f"{k} at batch {lo} to {hi}" for lo, hi, k in found.answer.schedule)
     pruned = Table("Left out", ("combination", "why"), found.pruned)
     return Document(
@@ -109,17 +143,22 @@ def document(found: Outcome, name: str) -> Document:
             plot,
             Table("Run in turns on prompts that acceptance was not measured on", columns, rows),
             Heading("Front"),
-            Table("Not dominated in time, KL and memory; predicted", columns[:-2], front),
+            Table("Not dominated in time, KL and memory; predicted", predicted, front),
             *((pruned,) if found.pruned else ()),
         ),
     )
 
 
-def _cells(p: Prediction) -> Sequence[str]:
-    return number(1 / p.seconds), number(p.kl), number(p.ttft), size(p.memory)
+def _cells(found: Outcome, p: Prediction) -> tuple[str, ...]:
+    speed = number(1 / p.seconds), interval(found.interval(p))
+    return (p.name, *speed, number(p.kl), interval(p.kl_ci), number(p.ttft), size(p.memory))
 
 
-def _row(p: Prediction) -> dict[str, Any]:
+def _row(found: Outcome, p: Prediction) -> dict[str, Any]:
     fields = ("name", "target", "draft", "gamma", "tokens_per_step", "kl", "top1", "memory")
-    speeds = {"predicted_tok_s": 1 / p.seconds, "predicted_ci": [1 / p.ci[1], 1 / p.ci[0]], "ttft_s": p.ttft}
-    return {field: getattr(p, field) for field in fields} | speeds
+    speeds = {"predicted_tok_s": 1 / p.seconds, "predicted_ci": list(found.interval(p)), "ttft_s": p.ttft}
+    return {field: getattr(p, field) for field in fields} | {"kl_ci": p.kl_ci and list(p.kl_ci)} | speeds
+
+
+def _confirmed(found: Outcome, c: Confirmed) -> dict[str, Any]:
+    return _row(found, c.prediction) | {"measured_tok_s": c.speed, "measured_ci": c.ci and list(c.ci)}

@@ -18,6 +18,8 @@ from qspec.spec.types import Drafter, Follower, Sampling
 Json = dict[str, Any]
 MASS_KEPT = 256
 """Likeliest tokens of a sampled law that are kept; the overlap of two laws misses at most the smaller tail."""
+FORM = 2
+"""Of kept pieces; raised when what is measured changes."""
 Texts = Sequence[tuple[list[int], list[int]]]
 """Prompts with the original's greedy answers."""
 
@@ -30,7 +32,7 @@ class Journal:
 
     def kept(self, name: str, settings: Any, make: Callable[[], Json]) -> Json:
         """The piece that `settings` decide, measured by `make` unless it is kept."""
-        path = self._folder / f"{name}-{digest_of(settings)[:12]}.json"
+        path = self._folder / f"{name}-{digest_of([FORM, settings])[:12]}.json"
         if not path.exists():
             atomic_write(path, json.dumps(make()))
         kept: Json = json.loads(path.read_text(encoding="utf-8"))
@@ -48,7 +50,8 @@ def pass_times(
 ) -> Json:
     """Seconds of passes: by half, batch size and rows of each sequence, all `repeats` of them.
 
-    Halves take turns, so that a drift of the machine hits all alike. An empty list: the half has no such batches.
+    Choosing tokens from the logits is not in them: rounds are charged for it (`tune_rounds`). Halves take turns, so
+    that a drift of the machine hits all alike. An empty list: the half has no such batches.
     """
     sequences = {name: _filled(lm, max(batches), context) for name, lm in halves.items()}
     found: Json = {n: {str(b): {str(r): [] for r in rows} for b in batches} for n in halves}
@@ -75,21 +78,20 @@ def _pass(lms: list[Any], context: int, rows: int) -> float:
         lm.truncate(context)
     begin = perf_counter()
     if len(lms) == 1:
-        [lms[0].forward(tokens).argmax(-1).tolist()]
+        lms[0].forward(tokens)
     else:
-        made = type(lms[0]).forward_many(lms, [tokens] * len(lms), [None] * len(lms))
-        [logits.argmax(-1).tolist() for logits in made]
+        type(lms[0]).forward_many(lms, [tokens] * len(lms), [None] * len(lms))
     return perf_counter() - begin
 
 
 @torch.no_grad()
 def prompt_seconds(lm: LM, texts: Texts) -> list[float]:
-    """Seconds to the first token of every prompt."""
+    """Seconds of reading every prompt: to a target's first token, or of a draft model before its first round."""
     seconds = []
     for prompt, _ in texts:
         lm.truncate(0)
         begin = perf_counter()
-        lm.forward(torch.tensor(prompt), last=1).argmax(-1).tolist()
+        lm.forward(torch.tensor(prompt), last=1)
         seconds.append(perf_counter() - begin)
     return seconds
 

@@ -4,13 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 import math
+from typing import NamedTuple
 
-import torch
-
-from qspec.numerics.fidelity import bootstrap_ci
 from qspec.numerics.pareto import choose, excess, front, schedule
 from qspec.numerics.replay import Steps, expected_walk, overlap, runs_of, walk
 from qspec.numerics.speedup import pass_cost
+from qspec.numerics.student import ratio_interval
 from qspec.schema.recipe import BudgetSpec
 from qspec.stages.tune_pieces import Json, middle
 
@@ -20,10 +19,14 @@ Passes = Mapping[int, Mapping[int, tuple[float, float]]]
 
 @dataclass(frozen=True)
 class TargetPiece:
-    """A target under one scheme and KV format. kl: nats per token from the original; ttft: seconds to a first token."""
+    """A target under one scheme and KV format. kl: nats per token from the original; ttft: seconds to a first token.
+
+    kl_ci: its 95 % interval, None from a single window.
+    """
 
     passes: Passes
     kl: float
+    kl_ci: tuple[float, float] | None
     top1: float
     ttft: float
     law: Json
@@ -33,26 +36,48 @@ class TargetPiece:
 class DraftPiece:
     """What drafts: a `law` with `passes` of its own, or `runs` on the text (by target, or under "" for all of them).
 
-    seconds: of a call without a model; per token for a speculator head, which has no call that is shorter.
+    prompts: seconds in which a draft model reads each text's prompt. seconds: of a call without a model; per token for
+    a speculator head, which has no call that is shorter.
     """
 
     passes: Passes = field(default_factory=dict)
     law: Json | None = None
+    prompts: Sequence[float] = ()
     runs: Mapping[str, Json] = field(default_factory=dict)
     seconds: float = 0.0
     per_token: bool = False
     most: int = 64
 
-    def step_seconds(self, drafted: int, batch: int) -> float:
-        """Of all drafting of one step, for `batch` sequences one after the other where there is no model."""
-        if self.law is not None:
-            return drafted * _seconds(self.passes, batch, 1)
-        return batch * self.seconds * (drafted if self.per_token else 1)
+    def seconds_of(self, drafted: int, unread: int, text: int, batch: int) -> float:
+        """Of all passes of one step's drafts, for `batch` sequences one after the other where there is no model.
+
+        The first round of a request reads the prompt in its first pass.
+        """
+        if self.law is None:
+            return batch * self.seconds * (drafted if self.per_token else 1)
+        if drafted == 0:
+            return 0.0
+        first = batch * self.prompts[text] if unread == 0 else pass_seconds(self.passes, batch, unread)
+        return first + (drafted - 1) * pass_seconds(self.passes, batch, 1)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Seconds of a round beside its passes, by its draft length: the engine's, and a draft model's."""
+
+    engine: Mapping[int, float]
+    draft: Mapping[int, float]
+
+    def seconds(self, drafted: int, model: bool) -> float:
+        return pass_cost(self.engine, drafted) + (pass_cost(self.draft, drafted) if model else 0.0)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One combination at one draft length and batch size 1. seconds: of a token, with a 95 % interval."""
+    """One combination at one draft length and batch size 1. seconds: of a token, with a 95 % interval.
+
+    The interval knows the spread of times and texts, not the model's own error: `Outcome` adds that.
+    """
 
     target: str
     draft: str
@@ -61,6 +86,7 @@ class Prediction:
     ci: tuple[float, float]
     tokens_per_step: float
     kl: float
+    kl_ci: tuple[float, float] | None
     top1: float
     ttft: float
     memory: float
@@ -80,12 +106,23 @@ class Prediction:
         return self.seconds, self.kl, self.ttft, self.memory / 1e9
 
 
-class Model:
-    """The separable model: seconds of a step over tokens of a step, from pieces that know nothing of each other."""
+class Replayed(NamedTuple):
+    """The steps of one text, by its number, and how many tokens they decode."""
 
-    def __init__(self, targets: Mapping[str, TargetPiece], drafts: Mapping[str, DraftPiece]) -> None:
+    text: int
+    steps: Steps
+    tokens: int
+
+
+class Model:
+    """The separable model: seconds of a request over its tokens, from pieces that know nothing of each other."""
+
+    def __init__(
+        self, targets: Mapping[str, TargetPiece], drafts: Mapping[str, DraftPiece], rounds: Rounds | None = None
+    ) -> None:
         self._targets, self._drafts = targets, drafts
-        self._steps: dict[tuple[str, str, int], list[tuple[Steps, int]]] = {}
+        self._rounds = rounds or Rounds({0: 0.0}, {0: 0.0})
+        self._steps: dict[tuple[str, str, int], list[Replayed]] = {}
 
     def predict(self, target: str, draft: str, gamma: int, memory: float) -> Prediction:
         """One combination, alone on the device."""
@@ -93,30 +130,29 @@ class Model:
         seconds = self.seconds(target, draft, gamma)
         error, tokens = self._error(target, draft, gamma), self.tokens_per_step(target, draft, gamma)
         ci = (seconds * math.exp(-error), seconds * math.exp(error))
-        return Prediction(target, draft, gamma, seconds, ci, tokens, found.kl, found.top1, found.ttft, memory)
+        harm = found.kl, found.kl_ci, found.top1
+        return Prediction(target, draft, gamma, seconds, ci, tokens, *harm, found.ttft, memory)
 
     def seconds(self, target: str, draft: str, gamma: int, batch: int = 1) -> float:
-        """Of a token of each of `batch` sequences: `sum (t_draft(d) + t_verify(d + 1)) / tokens` over the replay."""
-        verify = self._targets[target].passes
+        """Of a token of each of `batch` sequences, once its prompt is read by the target."""
         if gamma == 0:
-            return _seconds(verify, batch, 1)
-        piece, walks = self._drafts[draft], self.steps(target, draft, gamma)
-        spent = {d: piece.step_seconds(d, batch) + _seconds(verify, batch, d + 1) for steps, _ in walks for d in steps}
-        whole = sum(n * spent[d] for steps, _ in walks for d, n in steps.items())
-        return whole / sum(tokens for _, tokens in walks)
+            rounds = batch * self._rounds.seconds(0, model=False)
+            return pass_seconds(self._targets[target].passes, batch, 1) + rounds
+        texts = self.steps(target, draft, gamma)
+        return sum(self._spent(target, draft, one, batch) for one in texts) / sum(one.tokens for one in texts)
 
     def tokens_per_step(self, target: str, draft: str, gamma: int) -> float:
         if gamma == 0:
             return 1.0
-        walks = self.steps(target, draft, gamma)
-        return sum(tokens for _, tokens in walks) / sum(sum(steps.values()) for steps, _ in walks)
+        texts = self.steps(target, draft, gamma)
+        return sum(one.tokens for one in texts) / sum(sum(one.steps.values()) for one in texts)
 
-    def steps(self, target: str, draft: str, gamma: int) -> list[tuple[Steps, int]]:
-        """The replay of every text: steps by how many tokens they draft, and tokens that the steps decode."""
+    def steps(self, target: str, draft: str, gamma: int) -> list[Replayed]:
+        """The replay of every text."""
         key = target, draft, gamma
         if key not in self._steps:
-            found = list(self._replayed(target, draft, gamma))
-            self._steps[key] = [(steps, tokens) for steps, tokens in found if tokens > 0]
+            found = enumerate(self._replayed(target, draft, gamma))
+            self._steps[key] = [Replayed(text, steps, tokens) for text, (steps, tokens) in found if tokens > 0]
         return self._steps[key]
 
     def schedule(self, target: str, draft: str, lengths: Sequence[int], batches: Sequence[int]) -> dict[int, int]:
@@ -126,6 +162,19 @@ class Model:
 
     def usable(self, draft: str, gamma: int) -> bool:
         return gamma <= self._drafts[draft].most
+
+    def _spent(self, target: str, draft: str, one: Replayed, batch: int) -> float:
+        """Seconds of a text: `sum (t_draft + t_verify(d + 1) + t_round(d))` over its steps of d drafts."""
+        piece, verify = self._drafts[draft], self._targets[target].passes
+        return sum(
+            count
+            * (
+                piece.seconds_of(drafted, unread, one.text, batch)
+                + pass_seconds(verify, batch, drafted + 1)
+                + batch * self._rounds.seconds(drafted, model=piece.law is not None)
+            )
+            for (drafted, unread), count in one.steps.items()
+        )
 
     def _replayed(self, target: str, draft: str, gamma: int) -> Iterator[tuple[Steps, int]]:
         piece, ours = self._drafts[draft], self._targets[target].law
@@ -142,15 +191,16 @@ class Model:
                 yield walk([gamma] * len(runs_T), runs_T, gamma), len(runs_T) - 1
 
     def _error(self, target: str, draft: str, gamma: int) -> float:
-        """Half-width of the interval, relative: that of acceptance over texts, and that of the times."""
+        """Half-width of the interval, relative: that of a token's seconds over texts, and that of the times."""
         time = _error(self._targets[target].passes, gamma + 1)
         if gamma == 0:
             return time
         if self._drafts[draft].passes:
             time = math.hypot(time, _error(self._drafts[draft].passes, 1))
-        rates = [tokens / sum(steps.values()) for steps, tokens in self.steps(target, draft, gamma)]
-        low, high = bootstrap_ci(torch.tensor(rates, dtype=torch.float64))
-        return math.hypot(time, (high - low) / 2 / (sum(rates) / len(rates)))
+        texts = self.steps(target, draft, gamma)
+        spent, tokens = [self._spent(target, draft, one, 1) for one in texts], [float(one.tokens) for one in texts]
+        low, high = ratio_interval(spent, tokens) or (0.0, 0.0)
+        return math.hypot(time, (high - low) / 2 / (sum(spent) / sum(tokens)))
 
 
 @dataclass(frozen=True)
@@ -224,7 +274,7 @@ def sentence(chosen: Prediction, every: Sequence[Prediction], budget: BudgetSpec
     return told + "."
 
 
-def _seconds(passes: Passes, batch: int, rows: int) -> float:
+def pass_seconds(passes: Passes, batch: int, rows: int) -> float:
     """Between measured batch sizes and rows along straight lines."""
     return pass_cost({b: pass_cost({r: s for r, (s, _) in at.items()}, rows) for b, at in passes.items()}, batch)
 
