@@ -11,9 +11,11 @@ from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
 from qspec.schema.recipe import Recipe
 from qspec.stages import report_html
+from qspec.stages.tune_confirm import finalists, speed_of
+from qspec.stages.tune_halves import ORIGINAL
 from qspec.stages.tune_page import Confirmed, Outcome, as_data, document
 from qspec.stages.tune_space import PLAIN
-from qspec.tune_pair import ORIGINAL, Study, speed_of
+from qspec.tune_pair import Study
 
 WORK = Path("runs/bench_tune")
 BASELINE = Path("eval/baselines/tune.json")
@@ -35,18 +37,18 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     study = Study(Recipe.read(options.recipe), WORK, Progress())
-    answer = study.answer(study.model())
-    finalists = study.finalists(answer)
-    arms = {p.name: study.arm(p.target, p.draft, p.gamma) for p in finalists}
-    arms |= {name: study.arm(*of, 0) for name, of in ALONE.items()}
+    answer = study.answer(study.pieces.model())
+    chosen = finalists(answer, study.spec.confirm)
+    arms = {p.name: study.halves.arm(p.target, p.draft, p.gamma) for p in chosen}
+    arms |= {name: study.halves.arm(*of, 0) for name, of in ALONE.items()}
     speeds = {name: speed_of(runs) for name, runs in study.confirm(arms).items()}
-    found = Outcome(answer, tuple(Confirmed(p, *speeds[p.name]) for p in finalists), study.space.pruned)
+    found = Outcome(answer, tuple(Confirmed(p, *speeds[p.name]) for p in chosen), study.space.pruned)
     harm = {p.target: p.kl for p in answer.every} | {ORIGINAL: 0.0}
     alone = [
         {"name": name, "measured_tok_s": speeds[name][0], "measured_ci": speeds[name][1], "kl": harm[target]}
         for name, (target, _) in ALONE.items()
     ]
-    kept = as_data(found) | {"single_techniques": alone, "environment": environment() | {"engine": study.engine}}
+    kept = as_data(found) | {"single_techniques": alone, "environment": environment() | {"engine": study.halves.engine}}
     atomic_write(BASELINE, json.dumps(kept, indent=1) + "\n")
     atomic_write(WORK / "tune.html", report_html.render(document(found, study.recipe.name)))
     print(found.why)

@@ -10,8 +10,12 @@ from qspec import tune_pair
 from qspec.errors import RecipeError
 from qspec.schema.recipe import Recipe
 from qspec.spec.types import Sampling
+from qspec.stages import tune_measure
+from qspec.stages.preview import preview
+from qspec.stages.preview_text import render
+from qspec.stages.tune_answer import Answer, pick
 from qspec.stages.tune_page import Confirmed, Outcome, as_data
-from qspec.stages.tune_predict import Answer, DraftPiece, Model, Rounds, TargetPiece, pick
+from qspec.stages.tune_predict import DraftPiece, Model, Rounds, TargetPiece
 from qspec.stages.tune_rounds import bookkeeping
 from qspec.stages.tune_space import space_of
 from tests.jobs import job
@@ -54,8 +58,8 @@ def test_a_killed_search_goes_on_to_the_same_answer(
         with pytest.raises(KeyboardInterrupt):
             tune_pair.tune(recipe, out)
     with monkeypatch.context() as patch:
-        patch.setattr(tune_pair, "pass_times", killed)
-        patch.setattr(tune_pair, "laws", killed)
+        patch.setattr(tune_measure, "pass_times", killed)
+        patch.setattr(tune_measure, "laws", killed)
         first = tune_pair.tune(recipe, out)
         again = tune_pair.tune(recipe, out)
     assert first.why == again.why
@@ -73,6 +77,9 @@ def test_what_cannot_run_is_pruned_with_its_reason(tmp_path: Path, model: Path) 
     space = space_of(recipe)
     assert all("W4A8" not in name for name in space.targets)
     assert any("W4A8" in name and "INT4" in reason for name, reason in space.pruned)
+    text = render(preview(recipe))
+    assert f"{space.combinations} combinations" in text
+    assert all(line in text for line in ("target schemes       2", "draft lengths        2", "W4A8/float, W4A8/int8: "))
     with pytest.raises(RecipeError, match="h100"):
         tune_pair.tune(recipe, tmp_path / "out")
 

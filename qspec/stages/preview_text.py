@@ -4,11 +4,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 View = Mapping[str, Any]
+NAMED = 3
+"""Names of what is pruned for one reason; the rest are counted."""
 
 
 def render(view: View) -> str:
     """Lines for a terminal, 100 columns or so; every assumption is named where its number stands."""
-    sections = (_head(view), _halves(view), _memory(view), _speed(view), _time(view), _exports(view), _findings(view))
+    parts = (_head, _halves, _memory, _speed, _search, _time, _exports, _findings)
+    sections = (part(view) for part in parts)
     return "\n\n".join("\n".join(lines) for section in sections if (lines := list(section))) + "\n"
 
 
@@ -114,6 +117,24 @@ def _batch(gain: View, speed: View) -> str:
         return f"stops paying at batch {batch}"
     largest = f"{speed['largest_batch']} sequences, the most that fit"
     return f"pays up to {largest}" if gain["best_gamma"] else f"pays at {largest}"
+
+
+def _search(view: View) -> Iterator[str]:
+    space = view["tune"]
+    if space is None:
+        return
+    yield f"search of qspec tune: {space['combinations']:,} combinations, of which {space['confirmed']} are run"
+    for dimension, count in space["dimensions"].items():
+        yield f"  {dimension:<18}{count:>4}"
+    yield f"  {'targets that stay':<18}{len(space['targets']):>4}  {', '.join(space['targets'])}"
+    yield f"  {'drafts that stay':<18}{len(space['drafts']):>4}  {', '.join(space['drafts'])}"
+    yield f"  {'pruned':<18}{len(space['pruned']):>4}"
+    reasons: dict[str, list[str]] = {}
+    for name, reason in space["pruned"]:
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        yield f"    {', '.join(names[:NAMED])}{more}: {reason}"
 
 
 def _time(view: View) -> Iterator[str]:

@@ -21,7 +21,8 @@ from qspec.stages.document import (
     percent,
     size,
 )
-from qspec.stages.tune_predict import Answer, Prediction, within
+from qspec.stages.tune_answer import Answer, within
+from qspec.stages.tune_predict import Prediction
 from qspec.stages.tune_space import Pruned
 
 

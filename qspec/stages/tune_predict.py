@@ -1,16 +1,13 @@
-"""From measured pieces to every combination: time of a token, harm, memory; the front, and the choice in words."""
+"""From measured pieces to any combination: time of a token, harm, memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 import math
 from typing import NamedTuple
 
-from qspec.numerics.pareto import choose, excess, front, schedule
 from qspec.numerics.replay import Steps, expected_walk, overlap, runs_of, walk
 from qspec.numerics.speedup import pass_cost
 from qspec.numerics.student import ratio_interval
-from qspec.schema.recipe import BudgetSpec
 from qspec.stages.tune_pieces import Json, middle
 
 Passes = Mapping[int, Mapping[int, tuple[float, float]]]
@@ -46,7 +43,6 @@ class DraftPiece:
     runs: Mapping[str, Json] = field(default_factory=dict)
     seconds: float = 0.0
     per_token: bool = False
-    most: int = 64
 
     def seconds_of(self, drafted: int, unread: int, text: int, batch: int) -> float:
         """Of all passes of one step's drafts, for `batch` sequences one after the other where there is no model.
@@ -157,11 +153,7 @@ class Model:
 
     def schedule(self, target: str, draft: str, lengths: Sequence[int], batches: Sequence[int]) -> dict[int, int]:
         """The best draft length at every batch size; 0: plain decoding."""
-        usable = [g for g in lengths if g <= self._drafts[draft].most]
-        return {b: min([0, *usable], key=lambda g: self.seconds(target, draft, g, b)) for b in batches}
-
-    def usable(self, draft: str, gamma: int) -> bool:
-        return gamma <= self._drafts[draft].most
+        return {b: min([0, *lengths], key=lambda g: self.seconds(target, draft, g, b)) for b in batches}
 
     def _spent(self, target: str, draft: str, one: Replayed, batch: int) -> float:
         """Seconds of a text: `sum (t_draft + t_verify(d + 1) + t_round(d))` over its steps of d drafts."""
@@ -201,77 +193,6 @@ class Model:
         spent, tokens = [self._spent(target, draft, one, 1) for one in texts], [float(one.tokens) for one in texts]
         low, high = ratio_interval(spent, tokens) or (0.0, 0.0)
         return math.hypot(time, (high - low) / 2 / (sum(spent) / sum(tokens)))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """All predictions, those that nothing dominates, the chosen one; `fits`: within the budget."""
-
-    every: tuple[Prediction, ...]
-    budget: BudgetSpec
-    by_batch: Mapping[int, int]
-
-    @cached_property
-    def front(self) -> list[Prediction]:
-        return [self.every[i] for i in front({i: p.costs for i, p in enumerate(self.every)})]
-
-    @cached_property
-    def chosen(self) -> Prediction:
-        return self._choice[0]
-
-    @property
-    def fits(self) -> bool:
-        return self._choice[1]
-
-    @property
-    def schedule(self) -> list[tuple[int, int, int]]:
-        """As a recipe's `by_batch` and vLLM take it."""
-        return schedule(self.by_batch)
-
-    @property
-    def why(self) -> str:
-        """The choice in one sentence."""
-        return sentence(self.chosen, self.every, self.budget, self.fits)
-
-    @cached_property
-    def _choice(self) -> tuple[Prediction, bool]:
-        return pick(self.every, self.budget)
-
-
-def pick(every: Sequence[Prediction], budget: BudgetSpec) -> tuple[Prediction, bool]:
-    """The fastest within the budget, or what oversteps it least."""
-    at, fits = choose({i: p.limited for i, p in enumerate(every)}, limits(budget))
-    return every[at], fits
-
-
-def limits(budget: BudgetSpec) -> tuple[float | None, ...]:
-    return None, budget.max_kl, budget.ttft_s, budget.memory_gb
-
-
-def within(prediction: Prediction, budget: BudgetSpec) -> bool:
-    return excess(prediction.limited, limits(budget)) == 0
-
-
-def sentence(chosen: Prediction, every: Sequence[Prediction], budget: BudgetSpec, fits: bool) -> str:
-    """Why this one: against the best plain one, and what the budget keeps out."""
-    told = (
-        f"{chosen.name}: {1 / chosen.seconds:.1f} tokens/s predicted ({1 / chosen.ci[1]:.1f} to {1 / chosen.ci[0]:.1f})"
-    )
-    told += f", KL {chosen.kl:.4f}, first token after {chosen.ttft:.2f} s, {chosen.memory / 1e6:.0f} MB"
-    plain = min((p for p in every if p.gamma == 0 and p.target == chosen.target), key=lambda p: p.seconds, default=None)
-    if plain is not None and chosen.gamma:
-        told += f"; {plain.seconds / chosen.seconds:.2f} times the same target alone"
-    if not fits:
-        names = ("", "max_kl", "ttft_s", "memory_gb")
-        pairs = zip(names, chosen.limited, limits(budget), strict=True)
-        over = ", ".join(f"{n} {limit:g} (here {value:.4g})" for n, value, limit in pairs if limit and value > limit)
-        return f"Nothing meets the budget {over}; the nearest is {told}."
-    faster = min(every, key=lambda p: p.seconds)
-    if faster.seconds < chosen.seconds:
-        told += (
-            f"; {faster.name} would be faster ({1 / faster.seconds:.1f}) but is over the budget (KL {faster.kl:.4f})"
-        )
-    return told + "."
 
 
 def pass_seconds(passes: Passes, batch: int, rows: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from qspec.errors import RecipeError
 from qspec.schema.problems import validate
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import Draft, ModelDraft, NgramDraft, Recipe, SelfDraft, SuffixDraft
+from qspec.schema.recipe import Draft, MlpDraft, ModelDraft, NgramDraft, Recipe, SelfDraft, SuffixDraft
 from qspec.schema.tuning import TuneSpec, default_draft_schemes, default_kv, default_targets, with_head
 from qspec.stages.footprint import Footprint
 from qspec.stages.planned import PlannedPair, resolve
@@ -42,6 +42,17 @@ class Space:
             fields["speculation"]["draft_length"] = {"policy": "fixed", "k": gamma}
         return validate(Recipe, fields, f"{target} | {draft}")
 
+    def lengths(self, draft: str) -> tuple[int, ...]:
+        """Draft lengths that are tried with a draft; 0: plain decoding. A speculator head has a most."""
+        if draft == PLAIN:
+            return (0,)
+        kind = self.drafts[draft].recipe.draft
+        return tuple(g for g in self.spec.lengths if not isinstance(kind, MlpDraft) or g <= kind.n_predict)
+
+    @property
+    def combinations(self) -> int:
+        return sum(len(self.lengths(draft)) for _, draft in self.pairs)
+
     def resident(self, target: str, draft: str) -> int:
         """Bytes of weights, and of both caches at the timed context."""
         halves: list[Footprint] = [self.targets[target].target.bytes]
@@ -52,12 +63,24 @@ class Space:
 
 def as_data(space: Space) -> dict[str, Any]:
     """What `qspec plan` shows."""
+    spec, cpu = space.spec, space.recipe.device == "cpu"
+    counts = {
+        "target schemes": len(spec.targets or default_targets(cpu)),
+        "target KV formats": len(spec.target_kv or default_kv()),
+        "drafts": len(_kinds(space.recipe, spec)),
+        "draft schemes": len(spec.draft_schemes or default_draft_schemes(cpu)),
+        "draft heads": len(spec.draft_heads),
+        "draft KV formats": len(spec.draft_kv),
+        "draft lengths": len(spec.lengths),
+    }
     return {
+        "dimensions": counts,
         "targets": list(space.targets),
         "drafts": list(space.drafts),
-        "lengths": list(space.spec.lengths),
-        "batches": list(space.spec.batches),
-        "combinations": sum(1 if draft == PLAIN else len(space.spec.lengths) for _, draft in space.pairs),
+        "lengths": list(spec.lengths),
+        "batches": list(spec.batches),
+        "combinations": space.combinations,
+        "confirmed": spec.confirm,
         "pruned": [list(entry) for entry in space.pruned],
     }
 
@@ -88,10 +111,8 @@ def space_of(recipe: Recipe) -> Space:
 
 
 def _drafts(recipe: Recipe, spec: TuneSpec[Draft], cpu: bool, pruned: list[Pruned]) -> Iterator[tuple[str, Draft]]:
-    lookups: dict[str, Draft] = {"ngram": NgramDraft(kind="ngram"), "suffix": SuffixDraft(kind="suffix")}
-    kinds = spec.drafts or {**lookups, str(recipe.draft.kind): recipe.draft}
     schemes = spec.draft_schemes or default_draft_schemes(cpu)
-    for name, draft in kinds.items():
+    for name, draft in _kinds(recipe, spec).items():
         if not isinstance(draft, ModelDraft | SelfDraft):
             yield name, draft
             continue
@@ -101,6 +122,11 @@ def _drafts(recipe: Recipe, spec: TuneSpec[Draft], cpu: bool, pruned: list[Prune
                 yield label, draft.model_copy(update={"quantization": _given(with_head(quant, head), kv=kv)})
             except ValueError as error:
                 pruned.append((label, str(error)))
+
+
+def _kinds(recipe: Recipe, spec: TuneSpec[Draft]) -> Mapping[str, Draft]:
+    lookups: dict[str, Draft] = {"ngram": NgramDraft(kind="ngram"), "suffix": SuffixDraft(kind="suffix")}
+    return spec.drafts or {**lookups, str(recipe.draft.kind): recipe.draft}
 
 
 def _given(spec: QuantSpec, **fields: Any) -> QuantSpec:

@@ -1,0 +1,82 @@
+"""Predictions put to the test: whom to run, all of them in turns, and how fast they were."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import groupby
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from qspec.numerics.student import ratio_interval
+from qspec.progress import Progress
+from qspec.schema.recipe import Recipe
+from qspec.spec.types import Generation, StepRecord
+from qspec.stages.bench import measure
+from qspec.stages.bench_arm import Arm, Request, Run
+from qspec.stages.tune_answer import Answer
+from qspec.stages.tune_predict import Prediction
+
+
+def finalists(answer: Answer, most: int) -> list[Prediction]:
+    """Whom to run: the choice, the front, then the best draft length of each pair, the fastest first."""
+    listed = dict.fromkeys([answer.chosen, *(p for p in answer.front if p.seconds <= 2 * answer.chosen.seconds)])
+    seen: set[tuple[str, str]] = {(p.target, p.draft) for p in listed}
+    for p in sorted(answer.every, key=lambda p: p.seconds):
+        if (p.target, p.draft) not in seen:
+            seen.add((p.target, p.draft))
+            listed[p] = None
+    return list(listed)[:most]
+
+
+def confirm(
+    arms: Mapping[str, Arm],
+    requests: list[Request],
+    recipe: Recipe,
+    eos_ids: Collection[int],
+    path: Path,
+    progress: Progress,
+) -> dict[str, list[Run]]:
+    """Every arm answers the requests, in turns, at the recipe's own sampling; what `path` has is not asked again."""
+    facts = [sorted(arms), [r.tokens for r in requests], recipe.benchmark.model_dump(mode="json")]
+    key = json.dumps(facts, sort_keys=True)
+    kept = _read_runs(path, key)
+    done = {(r.temperature, r.repeat, r.prompt) for r in kept}
+    spec = recipe.benchmark.model_copy(update={"temperatures": (recipe.speculation.temperature,)})
+    runs = measure(arms, requests, recipe.model_copy(update={"benchmark": spec}), eos_ids, progress, done)
+    with path.open("a", encoding="utf-8") as file:
+        for _, group in groupby(runs, lambda r: (r.temperature, r.repeat, r.prompt)):
+            same = list(group)
+            file.write(json.dumps({"key": key, "runs": [asdict(run) for run in same]}) + "\n")
+            file.flush()
+            kept += same
+    return {name: [run for run in kept if run.arm == name] for name in arms}
+
+
+def speed_of(runs: Sequence[Run]) -> tuple[float, tuple[float, float] | None]:
+    """Tokens per second of decoding over all runs, with its 95 % interval over prompts."""
+    prompts = sorted({run.prompt for run in runs})
+    same = [[run.generation for run in runs if run.prompt == prompt] for prompt in prompts]
+    seconds = [sum(g.seconds for g in of) for of in same]
+    tokens = [float(sum(len(g.tokens) - 1 for g in of)) for of in same]
+    if not sum(seconds):
+        return math.nan, None
+    ci = ratio_interval(seconds, tokens)
+    return sum(tokens) / sum(seconds), ci and (1 / ci[1], 1 / ci[0] if ci[0] > 0 else math.inf)
+
+
+def _read_runs(path: Path, key: str) -> list[Run]:
+    """Runs of the same question; a last line that a kill cut short is left out."""
+    found: list[Run] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            entry = json.loads(line)
+            found += [_run(fields) for fields in entry["runs"] if entry["key"] == key]
+    return found
+
+
+def _run(fields: dict[str, Any]) -> Run:
+    told = fields["generation"]
+    steps = [StepRecord(**step) for step in told["steps"]]
+    return Run(**fields | {"generation": Generation(**told | {"steps": steps})})

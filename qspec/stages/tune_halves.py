@@ -1,0 +1,114 @@
+"""The halves of a joint search in memory: quantized models by name, their decoders, and what drafts for a target."""
+
+from collections.abc import Callable
+
+import torch
+
+from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
+from qspec.records import LoadedModel, QuantizedModel
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import LookupDraft, MlpDraft, ModelDraft, Recipe, SelfDraft
+from qspec.spec.types import Drafter
+from qspec.stages.bench_arm import Arm
+from qspec.stages.check import real_vocab
+from qspec.stages.drafting import draft_policy, lookup_drafter, mlp_drafter, model_drafter
+from qspec.stages.speculator_head import head_folder, open_head
+from qspec.stages.tune_space import PLAIN, Space
+
+ORIGINAL = "original"
+
+
+class Halves:
+    """Decoders of a space by name; all stay in memory, since they take turns.
+
+    target: the original. draft_of: the draft model of a recipe, as it came. quantize: a model under a spec, kept under
+    a name.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        target: LoadedModel,
+        draft_of: Callable[[Recipe], LoadedModel],
+        quantize: Callable[[LoadedModel, QuantSpec, str], QuantizedModel],
+        dtype: torch.dtype,
+    ) -> None:
+        self.space, self.target = space, target
+        self._draft_of, self._quantize, self._dtype = draft_of, quantize, dtype
+        self._decoders: dict[str, AnyDecoder] = {}
+        self._drafts: dict[str, LoadedModel] = {}
+        self._models: dict[str, QuantizedModel] = {}
+
+    @property
+    def max_length(self) -> int:
+        return min(self.space.recipe.speculation.max_length or 10**9, self.target.arch.max_positions)
+
+    @property
+    def original(self) -> AnyDecoder:
+        return self.decoder(ORIGINAL)
+
+    @property
+    def engine(self) -> str:
+        return engine_name(self.original)
+
+    @property
+    def with_weights(self) -> list[str]:
+        """Drafts that are models."""
+        drafts = self.space.drafts.items()
+        return [n for n, pair in drafts if n != PLAIN and isinstance(pair.recipe.draft, ModelDraft | SelfDraft)]
+
+    def spec(self, name: str) -> QuantSpec:
+        """How a half is quantized."""
+        if name in self.space.targets:
+            return self.space.targets[name].recipe.target.quantization
+        draft = self.space.drafts[name].recipe.draft
+        assert isinstance(draft, ModelDraft | SelfDraft)
+        return draft.quantization
+
+    def decoder(self, name: str) -> AnyDecoder:
+        if name not in self._decoders:
+            self._decoders[name] = self.opened(self.target if name == ORIGINAL else self.quantized(name))
+        return self._decoders[name]
+
+    def opened(self, model: LoadedModel | QuantizedModel) -> AnyDecoder:
+        """A decoder of any model, with room for as much as the others."""
+        return open_decoder(model, self._dtype, min(self.max_length, model.arch.max_positions))
+
+    def quantized(self, name: str) -> QuantizedModel:
+        if name not in self._models:
+            self._models[name] = self._quantize(self.model(name), self.spec(name), name)
+        return self._models[name]
+
+    def model(self, name: str) -> LoadedModel:
+        """A half before it is quantized."""
+        if name in self.space.targets:
+            return self.target
+        recipe = self.space.drafts[name].recipe
+        if isinstance(recipe.draft, SelfDraft) and recipe.draft.layers is None:
+            return self.target
+        if name not in self._drafts:
+            self._drafts[name] = self._draft_of(recipe)
+        return self._drafts[name]
+
+    def arm(self, target: str, draft: str, gamma: int) -> Arm:
+        """A combination to run, with a drafter and a policy of its own; gamma 0 keeps the recipe's draft length."""
+        lm = self.decoder(target)
+        if draft == PLAIN:
+            return Arm(lm)
+        recipe = self.space.recipe_of(next(iter(self.space.targets)) if target == ORIGINAL else target, draft, gamma)
+        return Arm(lm, self._drafter(target, draft, recipe), draft_policy(recipe.speculation.draft_length))
+
+    def head(self, target: str, draft: MlpDraft) -> Drafter:
+        """The drafter of a speculator head, which reads the states of one target."""
+        model = self.target if target == ORIGINAL else self.quantized(target)
+        head = open_head(head_folder(draft, model.arch), model)
+        return mlp_drafter(head, draft, model.arch, real_vocab(model.tokenizer))
+
+    def _drafter(self, target: str, name: str, recipe: Recipe) -> Drafter:
+        draft = recipe.draft
+        if isinstance(draft, LookupDraft):
+            return lookup_drafter(draft)
+        if isinstance(draft, MlpDraft):
+            return self.head(target, draft)
+        lm = self.decoder(name)
+        return model_drafter(lm.fork(), draft, self.target.arch, real_vocab(self.target.tokenizer))
