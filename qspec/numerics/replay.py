@@ -4,7 +4,7 @@ T positions of the text; the first token comes from the prompt's pass. Of a gree
 text is its own: each step starts where the one before ended, and none drafts past the text's end.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 Steps = Mapping[tuple[int, int], float]
@@ -41,8 +41,8 @@ def expected_walk(betas_T: Sequence[float], gamma: int) -> dict[tuple[int, int],
     `starts[t, unread]`: chance that a step starts at t; from there `r` tokens stand with chance
     `prod beta (1 - beta_(t+r))`.
     """
-    size, steps = len(betas_T), Counter[tuple[int, int]]()
-    starts = Counter({(1, 0): 1.0})
+    size, steps = len(betas_T), defaultdict[tuple[int, int], float](float)
+    starts = defaultdict[tuple[int, int], float](float, {(1, 0): 1.0})
     for at in range(1, size):
         drafted = min(gamma, size - at - 1)
         whole = sum(starts[at, unread] for unread in range(3))
