@@ -13,6 +13,7 @@ import torch
 from qspec.bridges import compressed, oneshot
 from qspec.bridges.text import calibration_rows
 from qspec.errors import OutputError, RecipeError
+from qspec.nn.cuda_decoder import CudaDecoder
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.progress import Progress, setup_log
 from qspec.provenance import atomic_write, environment, require_space, staged_dir
@@ -42,7 +43,7 @@ from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
 from qspec.stages.kv_choice import choose_kv
 from qspec.stages.load import load
-from qspec.stages.open_pair import LoadedPair, compute_dtype, open_pair
+from qspec.stages.open_pair import LoadedPair, compute_dtype, engine_options, open_pair
 from qspec.stages.package import package, seal, source_dtype, stored_dtype
 from qspec.stages.pad import match_rows
 from qspec.stages.planned import PlannedPair, plan_half, resolve_model
@@ -96,7 +97,7 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
     arms = Arms(recipe, planned, originals, open_pair(pair))
     accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: measure_accuracy(arms, out, progress))
     speed = None
-    if recipe.device == "cpu":
+    if recipe.device == "cpu" or isinstance(arms.pair.target, CudaDecoder):
         speed = _kept(out / "work/speed.json", Speed, lambda: _bench(arms, progress))
     results = _results(recipe, arms.pair, accuracy, speed)
     progress.stage("report")
@@ -275,13 +276,13 @@ class Arms:
 
     def float_decoder(self, model: LoadedModel) -> AnyDecoder:
         length = min(self.pair.target.max_length, model.arch.max_positions)
-        return open_decoder(model, compute_dtype(self.recipe.dtype), length)
+        return open_decoder(model, max_length=length, **engine_options(self.recipe))
 
     def float_kv(self) -> AnyDecoder:
         """The pair's target with its KV cache in floats."""
         model = self.pair.model
         plain = replace(model, plan=replace(model.plan, kv=None), k_scale={}, v_scale={}, q_scale={})
-        return open_decoder(plain, compute_dtype(self.recipe.dtype), self.pair.target.max_length)
+        return open_decoder(plain, max_length=self.pair.target.max_length, **engine_options(self.recipe))
 
 
 def measure_accuracy(arms: Arms, out: Path, progress: Progress) -> Accuracy:
@@ -342,7 +343,7 @@ def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed 
     if pair.draft_model is not None:
         notes["draft"] = pair.draft_model.notes
     elsewhere = (
-        f"Speed was not measured: qspec's engine runs on the CPU, the pair is for {recipe.device} (serve it there)."
+        f"Speed was not measured: this run had no GPU, and the pair is for {recipe.device} (measure it there)."
     )
     return Results(
         name=recipe.name,

@@ -14,6 +14,7 @@ from qspec.nn.decoder import Decoder
 from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
+from qspec.stages import open_pair
 from tests.jobs import INT4, INT8, NGRAM_DRAFT, SELF_DRAFT, job
 from tests.served import IDS, logits, transformers_model
 from tests.tiny import TEXT, tiny_model
@@ -56,6 +57,19 @@ def test_run_makes_a_pair_whose_drafts_change_nothing(kind: str, model: Path, ot
     drafted, plain = (pair.generate("The quick", 24, speculative=on) for on in (True, False))
     assert drafted.generation.tokens == plain.generation.tokens
     assert drafted.text == plain.text
+
+
+def test_a_pair_for_a_gpu_is_measured_on_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a benchmark or an evaluation that the GPU's engine cannot follow, and a speed that no GPU has shown."""
+    recipe = job(tmp_path, model, device="h200", dtype="float32")
+    without = pipeline.run(recipe, tmp_path / "without", progress=QUIET)
+    assert Results.read(without.parent / "report" / "results.json").speed is None
+    monkeypatch.setattr(open_pair, "gpu_for", lambda device: torch.device("cpu"))
+    folder = pipeline.run(recipe, tmp_path / "out", progress=QUIET)
+    results = Results.read(folder.parent / "report" / "results.json")
+    assert results.environment["engine"].startswith("CUDA engine")
+    assert results.speed is not None
+    assert all(e.equal == e.n == 2 for e in results.speed.equality)
 
 
 def test_fast_kernels_generate_what_their_twins_do(model: Path, tmp_path: Path) -> None:

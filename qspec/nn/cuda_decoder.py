@@ -15,38 +15,43 @@ from torch import Tensor
 from qspec.errors import RecipeError
 from qspec.nn.cuda_cache import CudaCache
 from qspec.nn.cuda_model import CudaModel, load
-from qspec.nn.cuda_pass import NODES, Inputs, Passes, batch_bucket, head, prefill, row_bucket
+from qspec.nn.cuda_pass import NODES, Inputs, Passes, batch_bucket, head, row_bucket
 from qspec.nn.states import States
 from qspec.numerics.trees import Parents, depths
 from qspec.records import LoadedModel, QuantizedModel
-
-CHUNK = 2048
-"""Rows of a prompt that go through the model together: bounds the memory of a pass."""
 
 
 class Pool:
     """A model, its cache and graphs, and which slots are free. Shared by all sequences."""
 
     def __init__(self, model: CudaModel, length: int, sequences: int) -> None:
-        self.model, self.cache = model, CudaCache(model, sequences, length)
-        self.passes = Passes(model, self.cache)
+        self.passes = Passes(model, CudaCache(model, sequences, length))
         self.free = list(range(sequences))
 
     def take(self) -> int:
-        """The lowest free slot: passes cover all slots below the highest in use."""
+        """The lowest free slot, of a cache that grows as it must: passes cover all slots below the highest in use."""
         if not self.free:
-            given = f"{self.cache.sequences + 1} sequences at once"
-            raise RecipeError(given, f"the cache was made for {self.cache.sequences}", "open it with more `sequences`")
+            self._grow()
         slot = min(self.free)
         self.free.remove(slot)
         return slot
+
+    def _grow(self) -> None:
+        """A cache of twice the slots; graphs hold addresses of the old one and are captured anew."""
+        model, old = self.passes.model, self.passes.cache
+        new = CudaCache(model, 2 * old.sequences, old.length)
+        for slot in range(old.sequences):
+            for mine, before in zip(new.stored(slot), old.stored(slot), strict=True):
+                mine.copy_(before)
+        self.passes = Passes(model, new)
+        self.free += range(old.sequences, new.sequences)
 
 
 class CudaDecoder:
     """One sequence of a model."""
 
     def __init__(self, pool: Pool) -> None:
-        self.arch, self._pool, self._slot = pool.model.arch, pool, pool.take()
+        self.arch, self._pool, self._slot = pool.passes.model.arch, pool, pool.take()
         self._length, self._states = 0, States()
         self._tree: Parents = ()  # nodes that wait behind `length`
         weakref.finalize(self, pool.free.append, self._slot)
@@ -60,7 +65,7 @@ class CudaDecoder:
         sequences: int = 1,
         device: torch.device | str = "cuda",
     ) -> Self:
-        """Pack a model onto a device, with room for `sequences` of `max_length` positions.
+        """Pack a model onto a device, with room for `sequences` of `max_length` positions; forks beyond make more.
 
         Raises `RecipeError` for what `cuda_model.obstacle` names.
         """
@@ -68,12 +73,16 @@ class CudaDecoder:
         return cls(Pool(packed, max_length or model.arch.max_positions, sequences))
 
     @property
+    def device(self) -> torch.device:
+        return self._pool.passes.model.device
+
+    @property
     def vocab_size(self) -> int:
         return self.arch.vocab_size
 
     @property
     def max_length(self) -> int:
-        return self._pool.cache.length
+        return self._pool.passes.cache.length
 
     @property
     def length(self) -> int:
@@ -85,10 +94,11 @@ class CudaDecoder:
         self._length, self._tree = length, ()
 
     def hidden(self, count: int = 1) -> Tensor:
-        return self._states.newest(count)
+        """As `HiddenLM` says, on the CPU, where speculator heads are."""
+        return self._states.newest(count).cpu()
 
     def fork(self) -> Self:
-        """Another, empty sequence on the same weights; `RecipeError` where no slot is free."""
+        """Another, empty sequence on the same weights."""
         return type(self)(self._pool)
 
     @torch.inference_mode()
@@ -106,7 +116,7 @@ class CudaDecoder:
         edges = zip((-1, *path), path, strict=False)
         assert all(self._tree[node] == parent for parent, node in edges), f"{path} is no path from the root"
         if list(path) != list(range(len(path))):
-            self._pool.cache.keep(self._slot, self._length, path)
+            self._pool.passes.cache.keep(self._slot, self._length, path)
         self._states.keep(path)
         self._length, self._tree = self._length + len(path), ()
 
@@ -119,11 +129,12 @@ class CudaDecoder:
         assert all(sequence._pool is pool for sequence in sequences), "forks of different weights"
         if any(max(len(tokens_T), len(up or ())) > NODES for _, tokens_T, up in asked):
             return [sequence._alone(tokens_T, up) for sequence, tokens_T, up in asked]
-        batch = batch_bucket(max(sequence._slot for sequence in sequences) + 1, pool.cache.sequences)
-        given = Inputs.padding(batch, row_bucket(max(map(len, tokens))), pool.cache.length)
+        cache = pool.passes.cache
+        batch = batch_bucket(max(sequence._slot for sequence in sequences) + 1, cache.sequences)
+        given = Inputs.padding(batch, row_bucket(max(map(len, tokens))), cache.length)
         for sequence, tokens_T, parents_K in asked:
             sequence._place(given, tokens_T, parents_K)
-        logits_BRV, hidden_BRH = pool.passes(given.to(pool.model.device))
+        logits_BRV, hidden_BRH = pool.passes(given)
         out = []
         for sequence, tokens_T, parents_K in asked:
             rows = slice(len(tokens_T))
@@ -162,17 +173,10 @@ class CudaDecoder:
             self._states.offer(hidden_TH.float(), len(parents_K))
 
     def _read(self, tokens_T: Tensor, last: int | None) -> Tensor:
-        """A long text, in chunks; of the last one or of all the logits that are asked for."""
-        end = self._length + len(tokens_T)
-        assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
-        pool, start, hidden = self._pool, self._length, list[Tensor]()
-        for part_R in tokens_T.split(CHUNK):
-            given = Inputs.chain(part_R[None], torch.tensor([start])).to(pool.model.device)
-            hidden.append(prefill(pool.model, pool.cache, self._slot, pool.passes.rope, given, start)[0])
-            start += len(part_R)
-        hidden_TH = torch.cat(hidden)[-(last or len(tokens_T)) :]
+        """A long text; of the last or of all its tokens the logits that are asked for."""
+        hidden_TH = self._pool.passes.read(self._slot, tokens_T, self._length)[-(last or len(tokens_T)) :]
         self._advance(len(tokens_T), None, hidden_TH)
-        return head(pool.model, hidden_TH[None])[0][0]
+        return head(self._pool.passes.model, hidden_TH[None])[0][0]
 
 
 def ancestors(parents_K: Parents) -> list[int]:

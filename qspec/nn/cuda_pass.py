@@ -20,7 +20,10 @@ from qspec.ops.cuda import KVLayer
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
+Memory = Any
 
+CHUNK = 2048
+"""Rows of a prompt that go through the model together: bounds the memory of a pass."""
 NODES = 64
 """Rows of one sequence that a pass tells apart: the bits of an int64."""
 ROWS: tuple[int, ...] = (*range(1, 10), 12, 16, 24, 32, 48, NODES)
@@ -149,50 +152,81 @@ def _slot(layer: KVLayer, slot: int) -> KVLayer:
 
 
 class Passes:
-    """`run` of a model over one cache, by graphs where the device has them. A replay overwrites the last result."""
+    """A model over one cache: prompts, passes by graphs, and the bare pass that larger graphs hold."""
 
     def __init__(self, model: CudaModel, cache: CudaCache) -> None:
-        self._model, self._cache = model, cache
-        self.rope = model.rope(cache.length)
+        self.model, self.cache = model, cache
+        self._rope = model.rope(cache.length)
+        self._memory = graph_memory(model.device)
         self._graphs: dict[tuple[int, int], Graph[Inputs, Outputs]] = {}
 
     def __call__(self, x: Inputs) -> Outputs:
-        """Inputs of bucket sizes; logits and states, valid until the next pass of the same size."""
+        """Inputs of bucket sizes, on any device; logits and states, valid until the next pass of the same size."""
         b, r = x.tokens_BR.shape
         if (b, r) not in self._graphs:
-            layers, padding = self._cache.first(b), Inputs.padding(b, r, self._cache.length, self._model.device)
-            self._graphs[b, r] = Graph(lambda given: run(self._model, layers, self.rope, given), padding)
+            padding = Inputs.padding(b, r, self.cache.length, self.model.device)
+            self._graphs[b, r] = Graph(self.run, padding, self._memory)
         return self._graphs[b, r](x)
 
+    def run(self, x: Inputs) -> Outputs:
+        """The pass itself, for sequences in the first slots."""
+        return run(self.model, self.cache.first(len(x.tokens_BR)), self._rope, x)
 
-class Graph(Generic[Given, Result]):
-    """A function of tensors (fields of a dataclass) captured once and replayed; called directly on a CPU.
+    def read(self, slot: int, tokens_T: Tensor, start: int) -> Tensor:
+        """A text of any length behind `start` positions of one slot, in chunks; normed states `[T, H]`."""
+        assert start + len(tokens_T) <= self.cache.length, f"{start + len(tokens_T)} of {self.cache.length} positions"
+        hidden = list[Tensor]()
+        for part_R in tokens_T.split(CHUNK):
+            given = Inputs.chain(part_R[None], torch.tensor([start])).to(self.model.device)
+            hidden.append(prefill(self.model, self.cache, slot, self._rope, given, start)[0])
+            start += len(part_R)
+        return torch.cat(hidden)
 
-    Captured on `static`: the function is run on it three times before, so it must be harmless.
+
+class Captured(Generic[Result]):
+    """A function over tensors that never move, as one CUDA graph; called as it is on a CPU.
+
+    It is run three times before it is captured, so it must be harmless then. Graphs of one `memory` overwrite each
+    other's scratch: what one returns is read before the next one runs, or lies outside.
     """
 
-    def __init__(self, function: Callable[[Given], Result], static: Given) -> None:
-        self._function, self._static = function, static
-        self._tensors: list[Tensor] = _tensors(static)
-        self._graph = torch.cuda.CUDAGraph() if self._tensors[0].is_cuda else None
+    def __init__(self, function: Callable[[], Result], device: torch.device, memory: Memory | None = None) -> None:
+        self._function = function
+        self._graph = torch.cuda.CUDAGraph() if device.type == "cuda" else None
         if self._graph is None:
             return
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):  # kernels compile and tune themselves before capture
-                function(static)
+                function()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph):
-            self._out = function(static)
+        with torch.cuda.graph(self._graph, pool=memory):
+            self._out = function()
 
-    def __call__(self, given: Given) -> Result:
+    def __call__(self) -> Result:
         if self._graph is None:
-            return self._function(given)
-        for mine, theirs in zip(self._tensors, _tensors(given), strict=True):
-            mine.copy_(theirs, non_blocking=True)
+            return self._function()
         self._graph.replay()
         return self._out
+
+
+class Graph(Generic[Given, Result]):
+    """A `Captured` function of tensors (fields of a dataclass), which are copied to where it reads them: `static`."""
+
+    def __init__(self, function: Callable[[Given], Result], static: Given, memory: Memory | None = None) -> None:
+        self._tensors: list[Tensor] = _tensors(static)
+        self._captured = Captured(lambda: function(static), self._tensors[0].device, memory)
+
+    def __call__(self, given: Given) -> Result:
+        for mine, theirs in zip(self._tensors, _tensors(given), strict=True):
+            mine.copy_(theirs, non_blocking=True)
+        return self._captured()
+
+
+def graph_memory(device: torch.device) -> Memory | None:
+    """Scratch that graphs share which never run at the same time."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def _tensors(x: Any) -> list[Tensor]:

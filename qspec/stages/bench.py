@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qspec.bridges.text import origin, prompt_tokens, prompts
+from qspec.nn.engines import device_of
 from qspec.nn.lm import LM
 from qspec.progress import Progress
 from qspec.records import Tokenizer
@@ -27,6 +28,7 @@ from qspec.stages.prove import marginals
 
 WARM_UP_TOKENS = 4
 BANDWIDTH_BYTES = 256 << 20
+GPU_BANDWIDTH_BYTES = 4 << 30
 """Larger than any last-level cache in reach, small enough for a laptop."""
 FORCED_PROMPTS = 32
 """Prompts whose answers teacher-forced acceptance is measured on."""
@@ -68,7 +70,8 @@ def bench(
     facts = {name: arm_facts(name, arms) for name in arms}
     mismatches = find_mismatches(arms, facts, requests, runs)
     betas = _teacher_forced(arms, facts, requests, runs, recipe)
-    speed = bench_stats.summarize(facts, requests, runs, mismatches, bandwidth(), condition, betas)
+    rate = bandwidth(device_of(next(iter(arms.values())).target))
+    speed = bench_stats.summarize(facts, requests, runs, mismatches, rate, condition, betas)
     batches = measure_batches(arms, facts, requests, recipe, eos_ids, progress)
     law = None
     if prove is not None:
@@ -137,15 +140,16 @@ def _forget(arms: Mapping[str, Arm]) -> None:
             arm.drafter.forget()
 
 
-def bandwidth(repeats: int = 5) -> Measurement:
-    """Bytes per second that this machine reads from memory: the best of `repeats` sums over a large tensor."""
-    data = torch.ones(BANDWIDTH_BYTES // 4)
+def bandwidth(device: torch.device | None = None, repeats: int = 5) -> Measurement:
+    """Bytes per second that a device (or this CPU) reads from memory: the best of `repeats` sums over a tensor."""
+    size = GPU_BANDWIDTH_BYTES if device is not None and device.type == "cuda" else BANDWIDTH_BYTES
+    data = torch.ones(size // 4, device=device)
     rates: list[float] = []
     for _ in range(repeats):
         begin = perf_counter()
-        data.sum()
-        rates.append(BANDWIDTH_BYTES / (perf_counter() - begin))
-    condition: dict[str, Scalar] = {"bytes": BANDWIDTH_BYTES, "threads": torch.get_num_threads()}
+        data.sum().item()
+        rates.append(size / (perf_counter() - begin))
+    condition: dict[str, Scalar] = {"bytes": size, "threads": torch.get_num_threads()}
     return Measurement(metric="memory read", value=max(rates), unit="B/s", n=repeats, condition=condition)
 
 

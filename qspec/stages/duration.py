@@ -88,7 +88,7 @@ def basis(recipe: Recipe) -> str:
     rate, bandwidth = speeds()
     rates = f"{rate / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.0f} GB/s (two server cores)"
     text = f"an estimate: assumed {rates}, not measured here"
-    return text if recipe.device == "cpu" else f"{text}; the engine computes on the CPU whatever the device"
+    return text if recipe.device == "cpu" else f"{text}; models are made on the CPU whatever the device"
 
 
 def _quantization(recipe: Recipe, halves: list[HalfCost], rate: float) -> Iterator[Step]:

@@ -14,7 +14,7 @@ import torch
 from qspec.bridges import compressed
 from qspec.bridges.text import prompt_tokens
 from qspec.errors import IntegrityError, RecipeError
-from qspec.nn.engines import AnyDecoder, open_decoder, settings_obstacle
+from qspec.nn.engines import AnyDecoder, gpu_for, open_decoder, settings_obstacle
 from qspec.nn.lm import BatchLM
 from qspec.nn.mlp_speculator import MLPSpeculator
 from qspec.nn.native import NativeDecoder
@@ -207,13 +207,13 @@ def open_pair(
     except OSError as error:
         raise IntegrityError(str(folder), f"holds no readable {NAME}", "give the folder of a pair") from error
     recipe = validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
-    options: dict[str, Any] = {"dtype": compute_dtype(recipe.dtype), "kernels": kernels}
+    options: dict[str, Any] = engine_options(recipe) | {"kernels": kernels}
     model = _half(folder / "target")
     most = recipe.speculation.max_length
     if limit is None:
         target = open_decoder(model, max_length=most, **options)
     else:
-        _refuse_torch(**options)
+        _refuse_torch(compute_dtype(recipe.dtype), kernels)
         target = OffloadedDecoder.open(model, _weights_name(manifest), limit, most, direct_io)
     draft = _half(folder / "draft") if isinstance(recipe.draft, ModelDraft | SelfDraft) else None
     head = open_head(folder / "draft", model) if isinstance(recipe.draft, MlpDraft) else None
@@ -252,8 +252,14 @@ def _half(folder: Path) -> QuantizedModel:
     return model
 
 
+def engine_options(recipe: Recipe) -> dict[str, Any]:
+    """What `open_decoder` is told beside model and length: a pair for a GPU runs on this machine's, if there is one."""
+    own = None if recipe.dtype == "auto" else compute_dtype(recipe.dtype)
+    return {"dtype": own, "gpu": gpu_for(recipe.device)}
+
+
 def compute_dtype(name: Dtype) -> torch.dtype:
-    """The dtype that activations have; `auto` is float32, the fastest exact choice of a CPU without bfloat16 units."""
+    """The dtype of a CPU's activations; `auto` is float32, the fastest exact choice where it lacks bfloat16 units."""
     return torch.float32 if name == "auto" else getattr(torch, name)
 
 

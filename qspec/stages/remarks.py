@@ -31,8 +31,8 @@ def remarks(pair: PlannedPair) -> Iterator[Finding]:
     yield from format_findings(pair.sheet, pair.recipe)
     yield from pair_findings(pair.sheet, pair.recipe)
     if pair.sheet.capability is not None:
-        rule = "`run` computes on the CPU: it makes and checks the pair for this device, and measures no speed"
-        yield Finding("note", f"device {pair.sheet.name}", rule, "measure there with the serving engine")
+        rule = "`run` makes the pair on the CPU, and runs and times it on a GPU only where this machine has one"
+        yield Finding("note", f"device {pair.sheet.name}", rule, "run it there, or measure with the serving engine")
     yield from _data_findings(pair)
     yield from idle_findings(pair)
     yield from _memory_findings(pair)

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from qspec.nn.cuda_decoder import CudaDecoder
 from qspec.schema.recipe import Recipe, SelfDraft
 from qspec.spec.drafters.combined import CombinedDrafter
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
-from qspec.stages.drafting import draft_policy
+from qspec.stages import open_pair as stage
+from qspec.stages.drafting import draft_lm, draft_policy
 from qspec.stages.open_pair import LoadedPair, open_pair
 from qspec.stages.package import package
 from tests.stages.pairs import DRAFTS, halves, recipe
@@ -120,3 +123,19 @@ def test_a_batch_answers_as_one_by_one(pairs: dict[str, LoadedPair], name: str, 
     drafted = any(step.drafted for answer in got for step in answer.generation.steps)
     assert drafted == speculative or name == "suffix"
     assert pair.generate_batch([]) == []
+
+
+def test_a_pair_for_a_gpu_runs_on_one(
+    pairs: dict[str, LoadedPair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a half that stays on the CPU, forks of a cache without room, and a GPU that gives other answers."""
+    monkeypatch.setattr(stage, "gpu_for", lambda device: torch.device("cpu") if device == "h200" else None)
+    job = Recipe.model_validate(pairs["self"].recipe.model_dump() | {"device": "h200", "dtype": "float32"})
+    pair = open_pair(package(pairs["self"].model, pairs["self"].draft_model, job, tmp_path / "gpu"))
+    assert isinstance(pair.target, CudaDecoder)
+    assert isinstance(draft_lm(pair.drafter), CudaDecoder)
+    asked = ["the quick", "brown fox jumps", "over"]
+    want = [pair.generate(prompt, 16, speculative=False).generation.tokens for prompt in asked]
+    drafted = pair.generate(asked[0], 16).generation
+    assert (drafted.tokens, any(step.drafted for step in drafted.steps)) == (want[0], True)
+    assert [answer.generation.tokens for answer in pair.generate_batch(asked, 16)] == want
