@@ -276,8 +276,9 @@ def check(
     print(f"{pair}: intact")
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 def evaluate(
+    context: typer.Context,
     pair: PairFolder,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make, for results and report.")],
     backend: Annotated[
@@ -297,13 +298,13 @@ def evaluate(
 
     Tasks are those of the pair's recipe, or --set evaluation.tasks='[{name: gsm8k, limit: 100}]'. Both arms get the
     same prompts, which is checked. Servers of an OpenAI-style API are asked for completions, or, with
-    --set evaluation.api.chat=true, for chat completions.
+    --set evaluation.api.chat=true, for chat completions. Options behind -- go to vLLM's servers as they are.
     """
     from qspec.evaluate_pair import evaluate_pair
 
     urls = {"original": original, "quantized": quantized}
     told = [f"evaluation.api.{arm}={url}" for arm, url in urls.items() if url is not None]
-    results = evaluate_pair(pair, out, (*told, *(overrides or ())), backend, python)
+    results = evaluate_pair(pair, out, (*told, *(overrides or ())), backend, python, more=context.args)
     for task in results.accuracy.tasks:
         print(f"{task.task} ({task.backend}): {task.verdict}")
     print(f"{out}/report.html: written")

@@ -1,5 +1,6 @@
 """The accuracy of a finished pair, measured anew: by this process, by vLLM, or by servers that run already."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 import shutil
@@ -26,7 +27,10 @@ from qspec.stages.serve import original_serving, serving
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured, of which pair, with what at hand. python: of an environment with vLLM."""
+    """What is measured, of which pair, with what at hand.
+
+    python: of an environment with vLLM; more: arguments of its servers.
+    """
 
     recipe: Recipe
     pair: Path
@@ -34,6 +38,7 @@ class Job:
     work: Path
     python: Path
     progress: Progress
+    more: Sequence[str] = ()
 
     def names(self, backend: Backend) -> bool:
         """Whether a task wants it."""
@@ -51,11 +56,12 @@ def evaluate_pair(
     backend: Backend | None = None,
     python: Path | None = None,
     progress: Progress | None = None,
+    more: Sequence[str] = (),
 ) -> Results:
     """Run the evaluation of a pair's recipe under `overrides`; results and report go to `out`.
 
-    backend: who answers all tasks, in place of what each names. python: interpreter of vLLM's environment. Raises
-    `RecipeError` for overrides of anything but the evaluation.
+    backend: who answers all tasks, in place of what each names. python: interpreter of vLLM's environment; more:
+    arguments of its servers, which come last. Raises `RecipeError` for overrides of anything but the evaluation.
     """
     pair, out, progress = Path(pair), Path(out), progress or Progress()
     made = Recipe.model_validate(read_manifest(pair).recipe)
@@ -65,7 +71,7 @@ def evaluate_pair(
     make_parents(out)
     check(pair)
     with staged_dir(out) as part:
-        job = Job(recipe, pair, compressed.read(pair / "target"), part, python or Path(sys.executable), progress)
+        job = Job(recipe, pair, compressed.read(pair / "target"), part, python or Path(sys.executable), progress, more)
         served = [*_by_running(job), *_by_vllm(job)]
         accuracy = _own(job)
         results = Results(
@@ -105,8 +111,8 @@ def _by_vllm(job: Job) -> list[TaskResult]:
     context = min(recipe.speculation.max_length or arch.max_positions, arch.max_positions)
     compressed.write_float(load(recipe.target), original, compute_dtype(recipe.dtype))
     jobs = {
-        "original": original_serving(original, recipe, context),
-        "quantized": serving(job.pair, draft=False, more=["--max-model-len", str(context)]),
+        "original": original_serving(original, recipe, context, job.more),
+        "quantized": serving(job.pair, draft=False, more=["--max-model-len", str(context), *job.more]),
     }
     with started(job.python, jobs, context) as servers:
         found = job.asked("vllm", servers)

@@ -1,8 +1,7 @@
 """Time the arms of a matrix in turns, by lengths and batch, in qspec's engine or through servers; print speedups."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from functools import cached_property
 import json
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from bench_cli import digest, read_options, write_baseline
 from engine_cells import served_in
+from speed_journal import WORK, Measure, Study
 import torch
 
 from qspec.bridges.openai_api import Api
@@ -33,96 +33,16 @@ from qspec.stages.bench import bandwidth
 from qspec.stages.bench_served import load_server
 from qspec.stages.check import read_manifest, real_vocab
 from qspec.stages.drafting import lookup_drafter, model_drafter, request_policy
-from qspec.stages.planned import PlannedPair, resolve
 from qspec.stages.report import write
 from qspec.stages.results_files import STUDY, results_file
 from qspec.stages.speed_report import document
-from qspec.stages.speed_study import Row, Timed, ceiling, largest_batches, row, timed
+from qspec.stages.speed_study import Timed, largest_batches, timed
 from qspec.stages.transform import truncate_layers
 
-WORK = Path("runs/bench_speed")
 CALIBRATION = CalibrationSpec(samples=8, length=256)
 WARM_UP_TOKENS = 4
 LOADS = 4
 """Requests of a server, times how many it gets at once: it must be busy for longer than it takes to start."""
-Measure = Callable[[str, Lengths, int], Timed]
-
-
-@dataclass(frozen=True)
-class Cell:
-    shape: str
-    batch: int
-    repeat: int
-
-
-@dataclass(frozen=True)
-class Study:
-    """A subject and what is kept of it: a line for every cell, when all its arms are timed."""
-
-    name: str
-    subject: SpeedSubject
-    arms: tuple[str, ...]
-    place: str
-
-    @property
-    def path(self) -> Path:
-        told = [self.subject.model_dump(mode="json"), self.arms, self.place]
-        return WORK / f"{self.name}-{digest(told)}.jsonl"
-
-    @property
-    def cells(self) -> list[Cell]:
-        s = self.subject
-        return [Cell(shape, batch, i) for i in range(s.repeats) for shape in s.shapes for batch in s.batches]
-
-    def kept(self) -> dict[Cell, dict[str, Timed]]:
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        entries = [json.loads(line) for line in lines]
-        return {Cell(**e["cell"]): {arm: Timed(**told) for arm, told in e["arms"].items()} for e in entries}
-
-    def run(self, measure: Measure, progress: Progress) -> None:
-        """All arms of a cell in turns, the first one rotating."""
-        kept = self.kept()
-        todo = [cell for cell in self.cells if cell not in kept]
-        for cell in progress.track(todo, self.name, len(todo), "cell"):
-            first = cell.repeat % len(self.arms)
-            order = self.arms[first:] + self.arms[:first]
-            found = {arm: measure(arm, self.subject.shapes[cell.shape], cell.batch) for arm in order}
-            with self.path.open("a", encoding="utf-8") as file:
-                told = {arm: asdict(run) for arm, run in found.items()}
-                file.write(json.dumps({"cell": asdict(cell), "arms": told}) + "\n")
-
-    def rows(self, speed: float | None) -> Iterator[Row]:
-        """By shape, batch and arm; speed: bytes per second of this machine, None: the device's data sheet."""
-        kept, subject = self.kept(), self.subject
-        for shape, lengths in subject.shapes.items():
-            for batch in subject.batches:
-                by_arm = {
-                    arm: {c.repeat: runs[arm] for c, runs in kept.items() if (c.shape, c.batch) == (shape, batch)}
-                    for arm in self.arms
-                }
-                for arm, mine in by_arm.items():
-                    if mine:
-                        head = {"model": self.name, "arm": arm, "shape": shape, "batch": batch}
-                        head |= {"prompt": lengths.prompt, "new": lengths.new, "engine": self.place}
-                        head |= {"target": subject.model}
-                        found = head | row(mine, by_arm[self.arms[0]], subject.ttft_s)
-                        yield found | self._against_ceiling(arm, found, lengths, speed)
-
-    def _against_ceiling(self, arm: str, found: Row, lengths: Lengths, speed: float | None) -> Row:
-        spec, planned = self.subject.arms[arm], self.planned(arm)
-        sheet = planned.sheet.bandwidth_tb_s
-        rate = speed if speed is not None else sheet and sheet * 1e12
-        drafting = planned.drafting if spec.draft is not None else None
-        size = {"weights_mb": round(planned.target.bytes.resident / 1e6, 1), "synthetic": spec.synthetic}
-        size["draft_mb"] = round(drafting.resident / 1e6, 1) if drafting else 0.0
-        if not rate:
-            return size
-        draft_bytes = drafting.cost.weight_bytes if drafting else 0.0
-        least = ceiling(planned.target.bytes.cost, rate, found["batch"], lengths, draft_bytes, found)
-        return size | {"ceiling_tpot_ms": round(least, 4), "of_ceiling": round(least / found["tpot_ms"][0], 3)}
-
-    def planned(self, arm: str) -> PlannedPair:
-        return resolve(self.subject.recipe(arm))
 
 
 class Engine:
@@ -293,8 +213,10 @@ def studies(args: argparse.Namespace) -> list[Study]:
     return [study for study in found if re.search(args.only, study.name)]
 
 
-def run(study: Study, servers: dict[str, Api], progress: Progress) -> str:
-    """Time what is not kept yet; the name of the engine."""
+def run(study: Study, servers: dict[str, Api], progress: Progress) -> None:
+    """Time what is not kept yet."""
+    if not study.todo:
+        return
     if servers:
         model = load_originals(study.subject.recipe(study.arms[0]), progress).target
         measure = by_servers(study.subject, servers, model.tokenizer)
@@ -303,8 +225,7 @@ def run(study: Study, servers: dict[str, Api], progress: Progress) -> str:
         engine = Engine(study.subject, progress)
         measure, place = engine.measure, engine_name(engine.target(study.arms[0]))
     warm_up(study.subject, study.arms, measure)
-    study.run(measure, progress)
-    return place
+    study.run(measure, place, progress)
 
 
 def main() -> None:
@@ -313,14 +234,15 @@ def main() -> None:
     every, out, progress = studies(args), baseline(args), Progress()
     servers = {arm: Api(url) for arm, _, url in (told.partition("=") for told in args.server)}
     if args.list:
-        print(*(f"{len(s.kept())} of {len(s.cells)} cells kept, {len(s.arms)} arms, {s.name}" for s in every), sep="\n")
+        print(*(f"{len(s.kept())} kept, {len(s.todo)} to do, {s.name}" for s in every), sep="\n")
         return
     facts: dict[str, Any] = environment() | {"torch threads": str(torch.get_num_threads())}
     for study in () if args.rows else every:
         if args.again:
             study.path.unlink(missing_ok=True)
-        facts["engine"] = run(study, servers, progress)
+        run(study, servers, progress)
     progress.close()
+    facts["engine"] = "; ".join(dict.fromkeys(e["engine"] for study in every for e in study.entries()))
     local = not servers and all(study.subject.device == "cpu" for study in every)
     speed = bandwidth().value if local else None
     if speed:

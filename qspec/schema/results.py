@@ -60,7 +60,10 @@ class Fidelity(Record):
 
 
 class TaskRow(Record):
-    """One item of a task, answered by both arms to the same prompt (hash of the prompt's text)."""
+    """One item of a task, answered by both arms to the same prompt (hash of the prompt's text).
+
+    `…_answer`: hash of what an arm wrote, where items are answered in words.
+    """
 
     task: str
     doc_id: int
@@ -70,6 +73,8 @@ class TaskRow(Record):
     quantized: float
     original_cut: bool = False  # the answer hit the token limit
     quantized_cut: bool = False
+    original_answer: str = ""
+    quantized_answer: str = ""
     prompt_cut: bool = False  # the prompt did not fit the context and lost its beginning
 
 

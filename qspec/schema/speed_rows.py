@@ -15,7 +15,8 @@ Ratio = tuple[float] | tuple[float, float, float]
 
 
 class TimedRow(Record):
-    """An arm at one pair of lengths and one batch. `target`: the model, as a recipe names it; sizes in MB.
+    """An arm at one pair of lengths and one batch. `target`: the model, as a recipe names it; sizes in MB; ratios: over
+    the first arm, where it was timed.
 
     `engine`: `qspec`, or `server`, which says nothing of what it grew by.
     """
@@ -33,8 +34,8 @@ class TimedRow(Record):
     within_ttft: bool
     tpot_ms: Spread
     tokens_s: Spread
-    speedup: Ratio
-    tpot_speedup: Ratio
+    speedup: Ratio | None = None
+    tpot_speedup: Ratio | None = None
     grown_mb: float
     weights_mb: float
     draft_mb: float

@@ -134,6 +134,8 @@ def _row(a: Sample, b: Sample) -> TaskRow:
         quantized=b.score,
         original_cut=a.cut,
         quantized_cut=b.cut,
+        original_answer=a.answer,
+        quantized_answer=b.answer,
         prompt_cut=a.prompt_cut or b.prompt_cut,
     )
 

@@ -55,10 +55,10 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)))
 
 
-def original_serving(model: Path, recipe: Recipe, context: int) -> Serving:
-    """How vLLM serves the original, in `model`, on equal terms with the pair's target."""
+def original_serving(model: Path, recipe: Recipe, context: int, more: Sequence[str] = ()) -> Serving:
+    """How vLLM serves the original, in `model`, on equal terms with the pair's target; `more` comes last."""
     arguments = ["--served-model-name", "original", "--max-model-len", str(context)]
-    return Serving(model, (*arguments, *(HALF if recipe.device == "cpu" else ())), ())
+    return Serving(model, (*arguments, *(HALF if recipe.device == "cpu" else ()), *more), ())
 
 
 def _wide(instruction_sets: str) -> bool:

@@ -104,6 +104,9 @@ def _findings(rows: Sequence[Row]) -> list[Finding]:
     found: list[Finding] = []
     for key in dict.fromkeys((row["model"], row["shape"], row["batch"]) for row in rows):
         own = [r for r in rows if (r["model"], r["shape"], r["batch"]) == key and r.get("synthetic") is None]
+        own = [row for row in own if row["speedup"]]
+        if len(own) < 2:
+            continue
         best = max(own, key=lambda row: shown(row["speedup"])[0])
         value, ci = shown(best["speedup"])
         said = f"{key[1]}, {key[2]} at once: {best['arm']}, {times(value)} ({interval(ci) or 'no interval'})"

@@ -59,7 +59,7 @@ def row(mine: Mapping[int, Timed], base: Mapping[int, Timed], ttft_limit: float)
     """Of one arm, by repeat, beside the baseline in the same repeats."""
     runs = list(mine.values())
     worst = median(max(run.ttft) for run in runs)
-    pairs = [(i, run) for i, run in mine.items() if i in base and base is not mine]
+    pairs = [(i, run) for i, run in mine.items() if i in base]
     found: Row = {
         "repeats": len(runs),
         "ttft_s": _spread([median(run.ttft) for run in runs], 4),
@@ -67,8 +67,8 @@ def row(mine: Mapping[int, Timed], base: Mapping[int, Timed], ttft_limit: float)
         "within_ttft": worst <= ttft_limit,
         "tpot_ms": _spread([1000 * median(run.tpot) for run in runs], 3),
         "tokens_s": _spread([run.rate for run in runs], 2),
-        "speedup": _ratio([run.rate / base[i].rate for i, run in pairs]),
-        "tpot_speedup": _ratio([median(base[i].tpot) / median(run.tpot) for i, run in pairs]),
+        "speedup": [1.0] if base is mine else _ratio([run.rate / base[i].rate for i, run in pairs]),
+        "tpot_speedup": [1.0] if base is mine else _ratio([median(base[i].tpot) / median(r.tpot) for i, r in pairs]),
         "grown_mb": round(max(run.grown for run in runs) / 1e6, 1),
     }
     if drafted := sum(run.drafted for run in runs):
@@ -106,9 +106,9 @@ def _spread(values: Sequence[float], digits: int) -> list[float]:
     return [round(mid, digits), round(q1, digits), round(q3, digits)]
 
 
-def _ratio(ratios: Sequence[float]) -> list[float]:
-    """Geometric mean over repeats and its interval (Student's t over logarithms; one repeat has none); 1 of itself."""
+def _ratio(ratios: Sequence[float]) -> list[float] | None:
+    """Geometric mean over repeats and its interval (Student's t over logarithms; one repeat has none); None of none."""
     if not ratios:
-        return [1.0]
+        return None
     value, ci = geometric_mean(ratios)
     return [round(number, 4) for number in (value, *(ci or ()))]

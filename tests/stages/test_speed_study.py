@@ -49,6 +49,7 @@ def test_arms_are_compared_within_their_repeats() -> None:
     assert (found["tokens_per_step"], found["drafted_per_step"]) == (3.0, 4.0)
     assert row(base, base, 0.5)["speedup"] == [1.0]
     assert row({0: _timed(20)}, base, 0.5)["speedup"] == [2.0]
+    assert row({0: _timed(20)}, {}, 0.5)["speedup"] is None
 
 
 def test_the_ceiling_counts_what_a_step_reads() -> None:
@@ -73,7 +74,7 @@ def test_random_prompts_are_refused_for_drafts() -> None:
     validate(SpeedSubject, told | {"arms": {"d": {"synthetic": 0.5}}}, "x")
 
 
-@pytest.mark.parametrize("name", ["speed", "speed_cpu"])
+@pytest.mark.parametrize("name", ["speed", "speed_cpu", "speed_vllm"])
 def test_every_arm_of_the_matrices_can_be_planned(name: str) -> None:
     """Would catch an arm that the schema or the device refuses, found out behind an hour of others."""
     for subject in read_speed_matrix(eval_dir() / f"matrices/{name}.yaml").values():

@@ -15,7 +15,10 @@ from qspec.schema.results import Scalar
 
 @dataclass(frozen=True)
 class Sample:
-    """One scored item. `cut`: its answer hit the token limit; `prompt_cut`: its prompt lost its beginning."""
+    """One scored item. `cut`: its answer hit the token limit; `prompt_cut`: its prompt lost its beginning.
+
+    answer: hash of what was written, where the item is answered in words.
+    """
 
     task: str
     doc_id: int
@@ -24,6 +27,7 @@ class Sample:
     score: float
     cut: bool
     prompt_cut: bool
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,15 @@ def _items(found: Mapping[str, list[Any]], cuts: Cuts, task: TaskSpec) -> tuple[
             key = item["prompt_hash"]
             flags = (key in cuts.answers, key in cuts.prompts)
             score = _score(item[metric]) or 0.0
-            samples.append(Sample(name, item["doc_id"], item["doc_hash"], key, score, *flags))
+            samples.append(Sample(name, item["doc_id"], item["doc_hash"], key, score, *flags, _answer(item["resps"])))
     label = metric if isinstance(first[metric], int | float) else f"1 / {metric}"
     return f"{label},{first['filter']}", samples
+
+
+def _answer(responses: Any) -> str:
+    """Hash of the first answer, where it is text."""
+    first = responses[0][0]
+    return hashlib.sha256(first.encode()).hexdigest()[:16] if isinstance(first, str) else ""
 
 
 def _score(value: object) -> float | None:
