@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 import json
 from pathlib import Path
@@ -20,16 +20,14 @@ from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import LookupDraft, MlpDraft, Recipe, SelfDraft
+from qspec.schema.recipe import ModelDraft, Recipe, SelfDraft
 from qspec.schema.results import Measurement, Mismatch, Speed
 from qspec.schema.spec_matrix import SpecSubject, read_spec_matrix
-from qspec.spec.types import Drafter, Generation, StepRecord
+from qspec.spec.types import Generation, StepRecord
 from qspec.stages.bench import find_mismatches, load_requests, measure
 from qspec.stages.bench_arm import Arm, Request, Run
 from qspec.stages.bench_stats import ArmFacts, summarize
-from qspec.stages.check import real_vocab
-from qspec.stages.drafting import draft_policy, lookup_drafter, mlp_drafter, model_drafter
-from qspec.stages.speculator_head import head_folder, open_head
+from qspec.stages.drafting import Drafters, draft_policy
 
 WORK = Path("runs/bench_spec")
 BASELINE = Path("eval/baselines/spec_bench.json")
@@ -101,7 +99,7 @@ class Bench:
         self.comparison, self._progress = comparison, progress
         self._recipe = comparison.subject.recipe(*next(iter(comparison.cells.values())))
         self._model = load_originals(self._recipe, progress).target
-        self._drafts: dict[str, AnyDecoder] = {}
+        self._drafters = Drafters(self._model)
 
     @cached_property
     def target(self) -> AnyDecoder:
@@ -119,7 +117,8 @@ class Bench:
         arms = {PLAIN: Arm(self.target)}
         for name, (draft, policy) in self.comparison.cells.items():
             recipe = self.comparison.subject.recipe(draft, policy)
-            arms[name] = Arm(self.target, self._drafter(recipe), draft_policy(recipe.speculation.draft_length))
+            drafter = self._drafters.new(recipe.draft, partial(self._open_draft, recipe))
+            arms[name] = Arm(self.target, drafter, draft_policy(recipe.speculation.draft_length))
         return arms
 
     def run(self) -> None:
@@ -134,22 +133,13 @@ class Bench:
                 file.write(Kept(requests[prompt].category, engine_name(self.target), same, differing).line())
                 file.flush()
 
-    def _drafter(self, recipe: Recipe) -> Drafter:
-        """One that has learned nothing yet; drafts of equal weights share their model."""
+    def _open_draft(self, recipe: Recipe) -> AnyDecoder:
         draft = recipe.draft
-        if isinstance(draft, LookupDraft):
-            return lookup_drafter(draft)
-        real = real_vocab(self._model.tokenizer)
-        if isinstance(draft, MlpDraft):
-            head = open_head(head_folder(draft, self._model.arch), self._model)
-            return mlp_drafter(head, draft, self._model.arch, real)
-        weights = digest(draft.model_dump(mode="json", exclude={"lookup", "tree"}))
-        if weights not in self._drafts:
-            self_draft = isinstance(draft, SelfDraft) and draft.layers is None
-            model = self._model if self_draft else load_originals(recipe, self._progress).draft
-            assert model is not None
-            self._drafts[weights] = self._decoder(model, draft.quantization)
-        return model_drafter(self._drafts[weights], draft, self._model.arch, real)
+        assert isinstance(draft, ModelDraft | SelfDraft)
+        self_draft = isinstance(draft, SelfDraft) and draft.layers is None
+        model = self._model if self_draft else load_originals(recipe, self._progress).draft
+        assert model is not None
+        return self._decoder(model, draft.quantization)
 
     def _decoder(self, model: LoadedModel, spec: QuantSpec) -> AnyDecoder:
         with self._quantized(model, spec) as quantized:

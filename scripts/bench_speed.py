@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 import json
 from pathlib import Path
 import re
@@ -24,7 +24,7 @@ from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.records import LoadedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import CalibrationSpec, FusionSpec, LookupDraft, ModelDraft, Recipe, SelfDraft
+from qspec.schema.recipe import CalibrationSpec, FusionSpec, ModelDraft, Recipe, SelfDraft
 from qspec.schema.speed_matrix import Lengths, SpeedArm, SpeedSubject, read_speed_matrix
 from qspec.spec.batch import Prompt, generate_batch
 from qspec.spec.drafters.synthetic import SyntheticDrafter
@@ -32,7 +32,7 @@ from qspec.spec.types import Drafter, Generation, Sampling
 from qspec.stages.bench import bandwidth
 from qspec.stages.bench_served import load_server
 from qspec.stages.check import read_manifest, real_vocab
-from qspec.stages.drafting import lookup_drafter, model_drafter, request_policy
+from qspec.stages.drafting import Drafters, request_policy
 from qspec.stages.report import write
 from qspec.stages.results_files import STUDY, results_file
 from qspec.stages.speed_report import document
@@ -52,6 +52,7 @@ class Engine:
         self.subject, self.progress = subject, progress
         self.model = load_originals(subject.recipe(next(iter(subject.arms))), progress).target
         self._decoders: dict[str, AnyDecoder] = {}
+        self._drafters = Drafters(self.model)
         self._answers: dict[str, list[Generation]] = {}
 
     @cached_property
@@ -82,20 +83,17 @@ class Engine:
             return SyntheticDrafter(prompt, self._answers[key][0].tokens, spec.synthetic, real)
         if spec.draft is None:
             return None
-        if isinstance(spec.draft, LookupDraft):
-            return lookup_drafter(spec.draft)
-        if not isinstance(spec.draft, SelfDraft | ModelDraft):
-            raise RecipeError(f"draft of {arm}", "is none that this study knows", "use a model, a copy, or a lookup")
-        return model_drafter(self._draft(arm, spec.draft).fork(), spec.draft, self.model.arch, real)
+        return self._drafters.new(spec.draft, partial(self._draft, arm))
 
-    def _draft(self, arm: str, draft: SelfDraft | ModelDraft) -> AnyDecoder:
-        model = self.model
+    def _draft(self, arm: str) -> AnyDecoder:
+        draft, model = self.subject.arms[arm].draft, self.model
         if isinstance(draft, ModelDraft):
             found = load_originals(self.subject.recipe(arm), self.progress).draft
             assert found is not None
             model = found
-        elif draft.layers is not None:
-            model = truncate_layers(model, draft.layers)
+        else:
+            assert isinstance(draft, SelfDraft)
+            model = model if draft.layers is None else truncate_layers(model, draft.layers)
         return self._decoder(model, draft.quantization)
 
     def _run(

@@ -1,12 +1,15 @@
 """From the recipe's draft to drafters and policies of the engine."""
 
+from collections.abc import Callable
 from typing import assert_never
 
 from qspec.nn.engines import AnyDecoder
 from qspec.nn.lm import LM
 from qspec.nn.mlp_speculator import MLPSpeculator
-from qspec.records import ArchMap
+from qspec.provenance import digest_of
+from qspec.records import ArchMap, LoadedModel, QuantizedModel
 from qspec.schema.recipe import (
+    Draft,
     DraftLengthSpec,
     Lookup,
     LookupDraft,
@@ -24,6 +27,11 @@ from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
 from qspec.spec.drafters.tree import TreeDrafter
 from qspec.spec.types import Drafter, DraftLength
+from qspec.stages.check import real_vocab
+from qspec.stages.speculator_head import head_folder, open_head
+
+_NO_WEIGHTS = {"lookup", "tree", "candidates", "top_k", "training"}
+"""Fields of drafts that say how weights are used or made, and not which."""
 
 
 def draft_policy(spec: DraftLengthSpec) -> DraftLength:
@@ -34,6 +42,28 @@ def draft_policy(spec: DraftLengthSpec) -> DraftLength:
 def request_policy(spec: DraftLengthSpec) -> DraftLength:
     """A policy for one request of a batch, which `generate_batch` caps by the number of requests."""
     return draft_policy(spec.model_copy(update={"by_batch": ()}))
+
+
+class Drafters:
+    """Drafters for one target; drafts of equal weights share their model."""
+
+    def __init__(self, target: LoadedModel | QuantizedModel) -> None:
+        self._target, self._tokens = target, real_vocab(target.tokenizer)
+        self._decoders: dict[str, AnyDecoder] = {}
+        self._heads: dict[str, MLPSpeculator] = {}
+
+    def new(self, draft: Draft, open_draft: Callable[[], AnyDecoder]) -> Drafter:
+        """One that has learned nothing yet, with a cache of its own; `open_draft` opens a draft model once."""
+        if isinstance(draft, LookupDraft):
+            return lookup_drafter(draft)
+        arch, weights = self._target.arch, digest_of(draft.model_dump(mode="json", exclude=_NO_WEIGHTS))
+        if isinstance(draft, MlpDraft):
+            if weights not in self._heads:
+                self._heads[weights] = open_head(head_folder(draft, arch), self._target)
+            return mlp_drafter(self._heads[weights], draft, arch, self._tokens)
+        if weights not in self._decoders:
+            self._decoders[weights] = open_draft()
+        return model_drafter(self._decoders[weights].fork(), draft, arch, self._tokens)
 
 
 def lookup_drafter(spec: LookupDraft) -> Drafter:

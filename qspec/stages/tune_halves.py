@@ -7,12 +7,10 @@ import torch
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import LookupDraft, MlpDraft, ModelDraft, Recipe, SelfDraft
+from qspec.schema.recipe import Draft, MlpDraft, ModelDraft, Recipe, SelfDraft
 from qspec.spec.types import Drafter
 from qspec.stages.bench_arm import Arm
-from qspec.stages.check import real_vocab
-from qspec.stages.drafting import draft_policy, lookup_drafter, mlp_drafter, model_drafter
-from qspec.stages.speculator_head import head_folder, open_head
+from qspec.stages.drafting import Drafters, draft_policy
 from qspec.stages.tune_space import PLAIN, Space
 
 ORIGINAL = "original"
@@ -38,6 +36,7 @@ class Halves:
         self._decoders: dict[str, AnyDecoder] = {}
         self._drafts: dict[str, LoadedModel] = {}
         self._models: dict[str, QuantizedModel] = {}
+        self._drafters: dict[str, Drafters] = {}
 
     @property
     def max_length(self) -> int:
@@ -96,19 +95,14 @@ class Halves:
         if draft == PLAIN:
             return Arm(lm)
         recipe = self.space.recipe_of(next(iter(self.space.targets)) if target == ORIGINAL else target, draft, gamma)
-        return Arm(lm, self._drafter(target, draft, recipe), draft_policy(recipe.speculation.draft_length))
+        return Arm(lm, self._drafter(target, recipe.draft, draft), draft_policy(recipe.speculation.draft_length))
 
     def head(self, target: str, draft: MlpDraft) -> Drafter:
         """The drafter of a speculator head, which reads the states of one target."""
-        model = self.target if target == ORIGINAL else self.quantized(target)
-        head = open_head(head_folder(draft, model.arch), model)
-        return mlp_drafter(head, draft, model.arch, real_vocab(model.tokenizer))
+        return self._drafter(target, draft)
 
-    def _drafter(self, target: str, name: str, recipe: Recipe) -> Drafter:
-        draft = recipe.draft
-        if isinstance(draft, LookupDraft):
-            return lookup_drafter(draft)
-        if isinstance(draft, MlpDraft):
-            return self.head(target, draft)
-        lm = self.decoder(name)
-        return model_drafter(lm.fork(), draft, self.target.arch, real_vocab(self.target.tokenizer))
+    def _drafter(self, target: str, draft: Draft, name: str = "") -> Drafter:
+        """name: of a draft model."""
+        if target not in self._drafters:
+            self._drafters[target] = Drafters(self.target if target == ORIGINAL else self.quantized(target))
+        return self._drafters[target].new(draft, lambda: self.decoder(name))
