@@ -36,6 +36,14 @@ class LM(Protocol):
 
 
 @runtime_checkable
+class GreedyLM(LM, Protocol):
+    """One that finds the likeliest tokens without making their logits."""
+
+    def greedy(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        """Append tokens like `forward`: the arg-max `[last or T]` of each of its rows, the first of equals."""
+
+
+@runtime_checkable
 class TreeLM(LM, Protocol):
     """One that reads several continuations at once, as a tree of K nodes at the end of its cache."""
 

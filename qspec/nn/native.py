@@ -108,14 +108,14 @@ class NativeDecoder:
     def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
         rows = len(tokens_T) if last is None else min(last, len(tokens_T))
         logits_TV = torch.empty(rows, self.vocab_size)
-        self._run([self], [tokens_T], [None], logits_TV=logits_TV)
+        self._append(tokens_T, rows, logits_TV, None)
         return logits_TV
 
     def greedy(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
-        """Append tokens like `forward`; the likeliest next tokens `[last or T]` only, without their logits."""
+        """The likeliest next tokens, picked while the head runs: no logits are written."""
         rows = len(tokens_T) if last is None else min(last, len(tokens_T))
         best_T = torch.empty(rows, dtype=torch.int64)
-        self._run([self], [tokens_T], [None], best_T=best_T)
+        self._append(tokens_T, rows, None, best_T)
         return best_T
 
     def forward_tree(self, tokens_T: Tensor, parents_K: Parents) -> Tensor:
@@ -134,7 +134,7 @@ class NativeDecoder:
     ) -> list[Tensor]:
         counts = [len(tokens_T) for tokens_T in tokens]
         logits_TV = torch.empty(sum(counts), sequences[0].vocab_size)
-        cls._run(sequences, tokens, parents, logits_TV=logits_TV)
+        cls._run(sequences, tokens, parents, logits_TV)
         return list(logits_TV.split(counts))
 
     def _run_on(self, core: "Core", arch: ArchMap) -> None:
@@ -151,24 +151,28 @@ class NativeDecoder:
         # the core is an argument so that it outlives its sequences
         weakref.finalize(self, _end_sequence, self._core, self._sequence)
 
+    def _append(self, tokens_T: Tensor, rows: int, logits_TV: Tensor | None, best_T: Tensor | None) -> None:
+        """A pass of this sequence alone. Every step pays for what Python does here."""
+        flat_T = tokens_T.to("cpu", torch.int64).contiguous()
+        hidden_TK = torch.empty(rows, self.arch.hidden_size)
+        self._core.forward([self._part(flat_T, None)], rows, logits_TV, best_T, hidden_TK)
+        self._tree = ()
+        self._states.append(hidden_TK, self.length)
+
     @staticmethod
     def _run(
         sequences: Sequence["NativeDecoder"],
         tokens: Sequence[Tensor],
         parents: Sequence[Parents | None],
-        logits_TV: Tensor | None = None,
-        best_T: Tensor | None = None,
+        logits_TV: Tensor,
     ) -> None:
         core, asked = sequences[0]._core, list(zip(sequences, tokens, parents, strict=True))
         assert all(sequence._core is core for sequence in sequences), "forks of different weights"
         flat = [tokens_T.to("cpu", torch.int64).contiguous() for tokens_T in tokens]
         parts = [sequence._part(tokens_T, up) for (sequence, _, up), tokens_T in zip(asked, flat, strict=True)]
-        out = logits_TV if best_T is None else best_T
-        assert out is not None
-        hidden_TK = torch.empty(len(out), sequences[0].arch.hidden_size)
-        core.forward(parts, len(out), logits_TV, best_T, hidden_TK)
-        counts = [len(tokens_T) for tokens_T in flat] if len(asked) > 1 else [len(out)]
-        for (sequence, _, parents_K), rows_TK in zip(asked, hidden_TK.split(counts), strict=True):
+        hidden_TK = torch.empty(len(logits_TV), sequences[0].arch.hidden_size)
+        core.forward(parts, len(logits_TV), logits_TV, None, hidden_TK)
+        for (sequence, _, parents_K), rows_TK in zip(asked, hidden_TK.split([len(t) for t in flat]), strict=True):
             sequence._tree = tuple(parents_K or ())
             if parents_K is None:
                 sequence._states.append(rows_TK, sequence.length)

@@ -5,17 +5,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_NONE = torch.empty(0, 0)
+
 
 class States:
     """Rows `[·, hidden]` behind the newest positions of one sequence, and those of tree nodes that wait behind it."""
 
     def __init__(self) -> None:
-        self._rows_TK, self._nodes_TK = torch.empty(0, 0), torch.empty(0, 0)
+        self._rows_TK, self._nodes_TK = _NONE, _NONE
         self._end = 0
 
     def append(self, rows_TK: Tensor, end: int) -> None:
         """A plain pass that ended at position `end` computed these rows last."""
-        self._rows_TK, self._nodes_TK, self._end = rows_TK, rows_TK[:0], end
+        self._rows_TK, self._nodes_TK, self._end = rows_TK, _NONE, end
 
     def offer(self, rows_TK: Tensor, nodes: int) -> None:
         """The last rows of a tree of `nodes`; earlier ones are those of the calls before."""
@@ -24,15 +26,14 @@ class States:
 
     def keep(self, path: Sequence[int]) -> None:
         """Nodes of the tree became positions."""
-        self._rows_TK, self._nodes_TK = self._nodes_TK[list(path)], self._nodes_TK[:0]
+        self._rows_TK, self._nodes_TK = self._nodes_TK[list(path)], _NONE
         self._end += len(path)
 
     def truncate(self, length: int) -> None:
-        self._rows_TK, self._nodes_TK = (
-            self._rows_TK[: max(0, len(self._rows_TK) - self._end + length)],
-            self._rows_TK[:0],
-        )
-        self._end = min(self._end, length)
+        self._nodes_TK = _NONE
+        if length < self._end:
+            self._rows_TK = self._rows_TK[: max(0, len(self._rows_TK) - self._end + length)]
+            self._end = length
 
     def newest(self, count: int) -> Tensor:
         """Rows of the newest `count` positions `[count, hidden]`, as far as the last pass computed them."""

@@ -25,7 +25,13 @@ from qspec.numerics.trees import Parents, children
 
 def verify_greedy(tokens_K: Tensor, logits_K1V: Tensor) -> tuple[int, int]:
     """Leading draft tokens that equal the target's arg-max, and the arg-max behind them: `(accepted, next_token)`."""
-    best_K1 = logits_K1V.argmax(-1)
+    return verify_best(tokens_K, logits_K1V.argmax(-1))
+
+
+def verify_best(tokens_K: Tensor, best_K1: Tensor) -> tuple[int, int]:
+    """`verify_greedy` where the arg-max of each row is known."""
+    if not len(tokens_K):
+        return 0, int(best_K1)
     accepted_1 = _leading(tokens_K == best_K1[:-1])
     return _read(accepted_1, best_K1.gather(0, accepted_1))
 

@@ -10,11 +10,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from qspec.nn.lm import LM
-from qspec.numerics.trees import Parents
+from qspec.nn.lm import LM, GreedyLM
 from qspec.spec.draft_length import Heuristic
 from qspec.spec.request import Request, check_prompt, tree_lm
-from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
+from qspec.spec.types import Drafter, DraftLength, Generation, Proposal, Sampling, Verdict
 
 
 @torch.no_grad()
@@ -45,12 +44,13 @@ def generate(
     policy = policy or Heuristic()
     emit = on_tokens or (lambda _: None)
     request = Request(target, drafter, policy, prompt, len(prompt) + max_new_tokens, sampling, eos_ids, generator)
+    likeliest = target.greedy if sampling.greedy and isinstance(target, GreedyLM) else None
     emit(request.prefill(domain))
     while request.stopped() is None:
         begin = perf_counter()
         proposal = request.draft()
         fed = perf_counter()
-        verdict = request.verify(proposal, _forward(target, *request.rows(proposal)))
+        verdict = _verify(request, proposal, likeliest)
         t_verify = perf_counter() - fed
         drafted, tokens = request.commit(proposal, verdict)
         policy.update(drafted, len(tokens) - 1, proposal.seconds, t_verify)
@@ -60,5 +60,10 @@ def generate(
     return request.result()
 
 
-def _forward(target: LM, tokens_T: Tensor, parents_T: Parents | None) -> Tensor:
-    return target.forward(tokens_T) if parents_T is None else tree_lm(target).forward_tree(tokens_T, parents_T)
+def _verify(request: Request, proposal: Proposal, likeliest: Callable[[Tensor], Tensor] | None) -> Verdict:
+    tokens_T, parents_T = request.rows(proposal)
+    if parents_T is not None:
+        return request.verify(proposal, tree_lm(request.target).forward_tree(tokens_T, parents_T))
+    if likeliest is not None:
+        return request.verify_best(proposal, likeliest(tokens_T))
+    return request.verify(proposal, request.target.forward(tokens_T))

@@ -14,7 +14,7 @@ from torch import Tensor
 from qspec.errors import RecipeError
 from qspec.nn.lm import LM, TreeLM
 from qspec.numerics.trees import Parents, children, depths, under_root
-from qspec.numerics.verify import verify_greedy, verify_sampling, verify_tree_greedy, verify_tree_sampling
+from qspec.numerics.verify import verify_best, verify_greedy, verify_sampling, verify_tree_greedy, verify_tree_sampling
 from qspec.spec.types import (
     NOTHING,
     Drafter,
@@ -79,12 +79,14 @@ class Request:
     def verify(self, proposal: Proposal, logits_K1V: Tensor) -> Verdict:
         """What stands, from logits behind the newest token and behind every draft."""
         if self.sampling.greedy:
-            path, token = _greedy(proposal, logits_K1V)
-        else:
-            uniforms_K1 = draw_uniforms(len(logits_K1V), self.generator).to(logits_K1V.device)
-            path, token = _sampled(proposal, self.sampling.law(logits_K1V), uniforms_K1)
-        last = path[-1] if path else -1
-        return Verdict(tuple(path), token, "recovered" if children(proposal.parents)[last + 1] else "bonus")
+            return _verdict(proposal, *_greedy(proposal, logits_K1V))
+        uniforms_K1 = draw_uniforms(len(logits_K1V), self.generator).to(logits_K1V.device)
+        return _verdict(proposal, *_sampled(proposal, self.sampling.law(logits_K1V), uniforms_K1))
+
+    def verify_best(self, proposal: Proposal, best_K1: Tensor) -> Verdict:
+        """`verify` for a chain and greedy decoding, from the arg-max of each row."""
+        accepted, token = verify_best(proposal.tokens_K.to(best_K1.device), best_K1)
+        return _verdict(proposal, list(range(accepted)), token)
 
     def commit(self, proposal: Proposal, verdict: Verdict) -> tuple[int, list[int]]:
         """Keep what stands up to a stop token, roll the rest back: drafts to be counted, committed tokens."""
@@ -138,6 +140,11 @@ def tree_lm(lm: LM) -> TreeLM:
         return lm
     rule = f"{type(lm).__name__} reads one continuation at a time"
     raise RecipeError("a tree of drafts", rule, "draft chains for it")
+
+
+def _verdict(proposal: Proposal, path: list[int], token: int) -> Verdict:
+    last = path[-1] if path else -1
+    return Verdict(tuple(path), token, "recovered" if children(proposal.parents)[last + 1] else "bonus")
 
 
 def _greedy(proposal: Proposal, logits_K1V: Tensor) -> tuple[list[int], int]:

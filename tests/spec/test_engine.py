@@ -71,6 +71,27 @@ def test_greedy_output_is_that_of_plain_decoding(drafter: str, policy: str) -> N
     assert len(result.tokens) == 1 + sum(s.accepted + 1 for s in result.steps)
 
 
+class BestLM(TableLM):
+    """Tells the likeliest tokens of a step, and logits of prompts only."""
+
+    def forward(self, tokens_T: torch.Tensor, last: int | None = None) -> torch.Tensor:
+        assert last == 1, "logits of a greedy step were asked for"
+        return super().forward(tokens_T, last)
+
+    def greedy(self, tokens_T: torch.Tensor, last: int | None = None) -> torch.Tensor:
+        return super().forward(tokens_T, last).argmax(-1)
+
+
+@pytest.mark.parametrize("drafter", ["none", "perfect", "fair", "ngram", "silent", "wrong", "tree"])
+def test_a_target_that_tells_the_likeliest_tokens_is_asked_for_nothing_else(drafter: str) -> None:
+    """Catches logits of the whole vocabulary where one token per row is needed, and other answers without them."""
+    target = BestLM(TABLE)
+    result = run(target, DRAFTERS[drafter](), Fixed(3))
+    want = run(TableLM(TABLE), DRAFTERS[drafter](), Fixed(3))
+    assert (result.tokens, target.tokens) == (want.tokens, PROMPT + want.tokens[:-1])
+    assert [(s.drafted, s.accepted) for s in result.steps] == [(s.drafted, s.accepted) for s in want.steps]
+
+
 @pytest.mark.parametrize("n", range(9))
 @pytest.mark.parametrize("drafter", ["none", "perfect", "ngram", "perfect tree"])
 def test_max_new_tokens_is_exact(drafter: str, n: int) -> None:
