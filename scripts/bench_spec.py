@@ -23,7 +23,7 @@ from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import ModelDraft, Recipe, SelfDraft
 from qspec.schema.results import Measurement, Mismatch, Speed
 from qspec.schema.spec_matrix import SpecSubject, read_spec_matrix
-from qspec.spec.types import Generation, StepRecord
+from qspec.spec.types import Drafter, Generation, StepRecord
 from qspec.stages.bench import find_mismatches, load_requests, measure
 from qspec.stages.bench_arm import Arm, Request, Run
 from qspec.stages.bench_stats import ArmFacts, summarize
@@ -117,8 +117,7 @@ class Bench:
         arms = {PLAIN: Arm(self.target)}
         for name, (draft, policy) in self.comparison.cells.items():
             recipe = self.comparison.subject.recipe(draft, policy)
-            drafter = self._drafters.new(recipe.draft, partial(self._open_draft, recipe))
-            arms[name] = Arm(self.target, drafter, draft_policy(recipe.speculation.draft_length))
+            arms[name] = Arm(self.target, self._drafter(recipe), draft_policy(recipe.speculation.draft_length))
         return arms
 
     def run(self) -> None:
@@ -132,6 +131,9 @@ class Bench:
                 differing = [(name, m) for name, ms in found.items() for m in ms]
                 file.write(Kept(requests[prompt].category, engine_name(self.target), same, differing).line())
                 file.flush()
+
+    def _drafter(self, recipe: Recipe) -> Drafter:
+        return self._drafters.new(recipe.draft, partial(self._open_draft, recipe))
 
     def _open_draft(self, recipe: Recipe) -> AnyDecoder:
         draft = recipe.draft
