@@ -140,11 +140,11 @@ def run(
 def train_draft(
     recipe: RecipeFile,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>-head.")
+        Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>-head, or -draft.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train the MLP speculator of a recipe on what its quantized target reads and writes.
+    """Train the draft of a recipe, MLP speculator or model, on what its quantized target reads and writes.
 
     Run it again to go on where it was killed. Under torchrun (gloo) the processes share the work.
     """
@@ -152,8 +152,9 @@ def train_draft(
     from qspec.schema.recipe import Recipe
 
     job = Recipe.read(recipe, tuple(overrides or ()))
-    head = pipeline.train_draft(job, out or Path("runs") / f"{job.name}-head")
-    print(f"{head}: trained; try: qspec run {recipe} --set draft.model={head}")
+    kind = "draft" if job.draft.kind == "model" else "head"
+    draft = pipeline.train_draft(job, out or Path("runs") / f"{job.name}-{kind}")
+    print(f"{draft}: trained; try: qspec run {recipe} --set draft.model={draft}")
 
 
 @app.command()

@@ -38,6 +38,7 @@ from qspec.stages.bench_arm import Arm
 from qspec.stages.build_plan import build_plan, validate_plan
 from qspec.stages.calibrate import random_rows
 from qspec.stages.check import check, check_tokenizers, read_manifest, real_vocab, weight_digests
+from qspec.stages.distill import distill
 from qspec.stages.drafting import draft_policy, model_drafter
 from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
@@ -46,7 +47,7 @@ from qspec.stages.load import load
 from qspec.stages.open_pair import LoadedPair, compute_dtype, engine_options, open_pair
 from qspec.stages.package import package, seal, source_dtype, stored_dtype
 from qspec.stages.pad import match_rows
-from qspec.stages.planned import PlannedPair, plan_half, resolve_model
+from qspec.stages.planned import PlannedPair, is_untrained, plan_half, resolve_model
 from qspec.stages.prepare import prepare
 from qspec.stages.preview import admit
 from qspec.stages.processes import barrier, processes
@@ -135,6 +136,8 @@ def load_originals(recipe: Recipe, progress: Progress) -> Originals:
         return Originals(target, None, head_folder(recipe.draft, target.arch))
     if not isinstance(recipe.draft, ModelDraft):
         return Originals(target, None)
+    if is_untrained(recipe.draft):
+        raise RecipeError(f"draft {recipe.draft.model}", "is not trained yet", "run `qspec train-draft` on the recipe")
     draft = load(recipe.draft)
     check_tokenizers(target.tokenizer, draft.tokenizer)
     return Originals(target, match_rows(draft, target.arch.vocab_size))
@@ -153,13 +156,13 @@ def quantize_halves(
 
 
 def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = None) -> Path:
-    """Quantize the target of `recipe` and train its MLP speculator on that; returns the folder of the head.
+    """Quantize the target of `recipe` and train its draft on that, a head or a model; returns the folder of the draft.
 
     A call that was killed goes on where it stopped. Raises `RecipeError` for a recipe without such a draft.
     """
-    out, progress = Path(out), progress or Progress()
-    if not isinstance(recipe.draft, MlpDraft) or recipe.draft.training is None:
-        fix = "give it kind: mlp_speculator and a training section"
+    out, progress, draft = Path(out), progress or Progress(), recipe.draft
+    if not isinstance(draft, MlpDraft | ModelDraft) or draft.training is None:
+        fix = "give it kind: mlp_speculator or model, and a training section"
         raise RecipeError(f"draft of {recipe.name}", "is nothing that is trained", fix)
     admit(recipe)
     progress.stage("load")
@@ -169,7 +172,10 @@ def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = Non
         if rank == 0:
             quantized_half(recipe, recipe.target.quantization, model, text, out / "target")
         barrier()
-        return train_head(recipe, compressed.read(out / "target"), out, progress)
+        target = compressed.read(out / "target")
+        if isinstance(draft, MlpDraft):
+            return train_head(recipe, target, out, progress)
+        return distill(recipe, model, target, out, progress)
 
 
 class Calibration:

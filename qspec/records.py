@@ -1,6 +1,6 @@
 """The values that the main job passes down: each is made once, by one stage, and read by the later ones."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 import re
@@ -128,10 +128,15 @@ class ArchMap:
             f"{mlp}{part.removeprefix('mlp')}" for mlp in self.mlps(layer) for part in LAYER_LINEARS[4:]
         ]
 
-    def first(self, n: int) -> "ArchMap":
-        """The model with its first `n` layers only."""
-        full, dense = ([i for i in numbers if i < n] for numbers in (self.full_attention, self.dense_layers))
-        return replace(self, n_layers=n, full_attention=tuple(full), dense_layers=tuple(dense))
+    def keep(self, layers: Sequence[int]) -> "ArchMap":
+        """The model with some of its layers only, numbered anew."""
+        full, dense = (
+            tuple(new for new, old in enumerate(layers) if old in numbers)
+            for numbers in (self.full_attention, self.dense_layers)
+        )
+        kept = replace(self, n_layers=len(layers), full_attention=full, dense_layers=dense)
+        unbound = len(full) == len(layers)  # no layer is left that a window binds
+        return replace(kept, sliding_window=None, full_attention=(), window_inv_freq=()) if unbound else kept
 
     def linears(self) -> list[str]:
         """Names of all linear layers that can be quantized, `lm_head` last, in forward order."""

@@ -152,6 +152,16 @@ def load_folder(folder: str | Path, source: Mapping[str, str] | None = None) -> 
     return LoadedModel(arch, tensors, clean_config(config), load_tokenizer(folder), origin)
 
 
+def open_trainable(folder: Path, arch: ArchMap) -> torch.nn.Module:
+    """transformers' own model of a float folder, in float32, for gradients; layers that drop out at random are off."""
+    from transformers import AutoModelForCausalLM
+
+    capped = {} if arch.attention_softcap is None else {"attn_implementation": "eager"}  # others leave the cap out
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **capped)
+    model: torch.nn.Module = found.eval()
+    return model
+
+
 def load_tokenizer(folder: str | Path) -> "HFTokenizer":
     """The tokenizer saved in a model folder, as transformers (and the engines built on it) loads it."""
     from transformers import AutoTokenizer

@@ -140,6 +140,12 @@ class Decoder:
         other._states = States()
         return other
 
+    def with_layers(self, numbers: Sequence[int]) -> "Decoder":
+        """Another, empty sequence on the same weights that goes through some of the layers only."""
+        other = self.fork()
+        other._layers = [self._layers[i] for i in numbers]
+        return other
+
     @torch.inference_mode()
     def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
         x_TK = self.run_layers(self.embed(tokens_T))

@@ -11,6 +11,17 @@ from torch import Tensor
 import torch.nn.functional as F
 
 
+def loss_of(kind: str, logits_TD: Tensor, tokens_T: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
+    """One of the losses below, by its name in a recipe."""
+    match kind:
+        case "cross_entropy":
+            return token_loss(logits_TD, tokens_T)
+        case "kl":
+            return law_loss(logits_TD, ids_TK, probs_TK)
+        case _:
+            return overlap_loss(logits_TD, ids_TK, probs_TK)
+
+
 def token_loss(logits_TD: Tensor, tokens_T: Tensor) -> Tensor:
     """Mean cross-entropy of the tokens that the draft knows; 0 where it knows none."""
     return F.cross_entropy(logits_TD, tokens_T, ignore_index=-1, reduction="sum") / max(1, len(tokens_T))

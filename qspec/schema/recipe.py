@@ -14,7 +14,7 @@ from qspec.schema.overrides import set_value
 from qspec.schema.problems import closest, validate
 from qspec.schema.quantization import MOST, QuantSpec, Strict
 from qspec.schema.text import dump_yaml, parse_yaml, read_text
-from qspec.schema.training import TrainingSpec
+from qspec.schema.training import DistillSpec, TrainingSpec
 from qspec.schema.tuning import TuneSpec
 
 Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"]
@@ -51,11 +51,12 @@ class TreeSpec(Strict):
 
 
 class ModelDraft(ModelSpec):
-    """A smaller model with the same tokenizer."""
+    """A smaller model with the same tokenizer. `training`: how `qspec train-draft` makes it of the target's layers."""
 
     kind: Literal["model"]
     lookup: Lookup = "none"
     tree: TreeSpec | None = None
+    training: DistillSpec | None = None
 
 
 class SelfDraft(Strict):

@@ -1,5 +1,6 @@
-"""How a speculator head is trained: what text, whose answers, how long, and the settings of the optimizer."""
+"""How a draft is trained: what text, whose answers, how long, and the settings of the optimizer."""
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -8,6 +9,7 @@ from qspec.schema.quantization import MOST, Strict
 
 Loss = Literal["cross_entropy", "kl", "overlap"]
 """Towards the tokens, the target's law, or 1 - the sum of minima of both laws (what sampling accepts)."""
+Layer = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -57,9 +59,9 @@ class TrainingData(Strict):
 
 
 class TrainingSpec(Strict):
-    """Two stages of training; defaults of optimizer and schedule are those of fms-fsdp (`scripts/train_speculator.sh`).
+    """Two stages of training; a head's defaults of optimizer and schedule are fms-fsdp's (`train_speculator.sh`).
 
-    The budget is `positions` (states that the head is trained on, each as often as it comes by) or `minutes`, from
+    The budget is `positions` (states that a draft is trained on, each as often as it comes by) or `minutes`, from
     which the number of steps is made once, after the first few; `stage1` is the share of steps before stage 2.
     """
 
@@ -80,4 +82,39 @@ class TrainingSpec(Strict):
     def _one_budget(self) -> "TrainingSpec":
         if (self.positions is None) == (self.minutes is None):
             raise ValueError("training needs a budget: either `positions` or `minutes`; give one of them")
+        return self
+
+
+class DistillSpec(TrainingSpec):
+    """The target without some of its layers, trained towards the target and written as an ordinary checkpoint.
+
+    `layers`: the numbers of those that stay, or how many: then, one by one, that layer goes without which the law stays
+    closest to the target's on `layer_tokens` of the text (as in SLEB, arXiv 2402.09025). `hidden`: weight of the
+    squared error of the final state, relative to its size, beside `loss` (as in DistilBERT). `embeddings`: whether
+    embedding and head, the target's, are trained too. `compute`: what passes compute in; weights stay float32.
+    """
+
+    layers: Annotated[int, Field(ge=1, le=MOST)] | tuple[Layer, ...]
+    layer_tokens: int = Field(default=256, ge=16, le=MOST)
+    loss: Loss = "kl"
+    hidden: float = Field(default=0.0, ge=0, le=1e6)
+    embeddings: bool = False
+    compute: Literal["float32", "bfloat16"] = "float32"
+    stage1: float = Field(default=0.2, ge=0, le=1, description="share of all steps")
+    batch: int = Field(default=1024, ge=1, le=MOST, description="states per step, in whole sequences")
+    rate: float = Field(default=5e-4, gt=0, le=1)
+    stage2_rate: float = Field(default=0.5, gt=0, le=1, description="of stage 1's")
+    evaluate_every: int = Field(default=50, ge=1, le=MOST, description="steps; a checkpoint is written then")
+
+    @property
+    def kept(self) -> int:
+        """How many layers stay."""
+        return self.layers if isinstance(self.layers, int) else len(self.layers)
+
+    @model_validator(mode="after")
+    def _rising(self) -> "DistillSpec":
+        numbers = self.layers if isinstance(self.layers, tuple) else (0,)
+        if not numbers or any(low >= high for low, high in pairwise(numbers)):
+            rule = "must name different layers in rising order"
+            raise ValueError(f"layers {list(numbers)} {rule}; give those that should stay, or how many")
         return self

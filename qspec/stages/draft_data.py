@@ -5,7 +5,7 @@ final-norm state behind it, and the law of what follows. Files appear one by one
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 import random
@@ -30,13 +30,17 @@ _SEQUENCES = 64
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sequence: tokens `[T]`, states `[T, H]` (float16), and laws as ids and probabilities `[T, K]`."""
+    """One sequence: tokens `[T]`, states `[T, H]` (float16), and laws as ids and probabilities `[T, K]`.
+
+    prompt_P: what was read before, of which no states and laws are kept.
+    """
 
     tokens_T: Tensor
     hidden_TH: Tensor
     ids_TK: Tensor
     probs_TK: Tensor
     greedy: bool = False
+    prompt_P: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
 
 
 def make_data(
@@ -117,6 +121,7 @@ class _Answer:
 
     lm: StatefulLM
     greedy: bool
+    prompt: list[int]
     tokens: list[int]
     hidden: list[Tensor]
     laws: list[tuple[Tensor, Tensor]]
@@ -131,8 +136,8 @@ class _Answer:
 
     def finished(self) -> Rollout:
         ids, probs = zip(*self.laws, strict=True)
-        tokens_T = torch.tensor(self.tokens)
-        return Rollout(tokens_T, torch.cat(self.hidden), torch.cat(ids), torch.cat(probs), self.greedy)
+        tokens_T, prompt_P = torch.tensor(self.tokens), torch.tensor(self.prompt, dtype=torch.int32)
+        return Rollout(tokens_T, torch.cat(self.hidden), torch.cat(ids), torch.cat(probs), self.greedy, prompt_P)
 
 
 @torch.no_grad()
@@ -151,7 +156,7 @@ def answer(
             prompt, sequence = waiting.pop(), free.pop()
             sequence.truncate(0)
             greedy = bool(draw_uniforms(1, generator) < spec.greedy)
-            begun = _Answer(sequence, greedy, prompt[-1:], [], [])
+            begun = _Answer(sequence, greedy, prompt[:-1], prompt[-1:], [], [])
             begun.take(sequence.forward(torch.tensor(prompt), last=1), draw_uniforms(1, generator), spec.top)
             active.append(begun)
         fed = [torch.tensor([one.next]) for one in active]
@@ -174,8 +179,11 @@ def read_data(folder: Path, stage: str) -> list[Rollout]:
 def _sequences(path: Path) -> Iterator[Rollout]:
     stored = read_tensors(path)
     counts = stored["lengths"].tolist()
+    prompts = list(torch.zeros(0, dtype=torch.int32).split([0] * len(counts)))
+    if "prompts" in stored:  # heads do without, and older data has none
+        prompts = stored["prompts"].split(stored["prompt_lengths"].tolist())
     tokens, hidden, ids, probs = (stored[name].split(counts) for name in ("tokens", "hidden", "ids", "probs"))
-    yield from map(Rollout, tokens, hidden, ids, probs, stored["greedy"].tolist())
+    yield from map(Rollout, tokens, hidden, ids, probs, stored["greedy"].tolist(), prompts)
 
 
 def _write(path: Path, made: list[Rollout]) -> None:
@@ -186,6 +194,8 @@ def _write(path: Path, made: list[Rollout]) -> None:
         {
             "lengths": torch.tensor([len(one.tokens_T) for one in made]),
             "greedy": torch.tensor([one.greedy for one in made]),
+            "prompt_lengths": torch.tensor([len(one.prompt_P) for one in made]),
+            "prompts": torch.cat([one.prompt_P for one in made]),
             "tokens": torch.cat([one.tokens_T for one in made]).int(),
             "hidden": torch.cat([one.hidden_TH for one in made]),
             "ids": torch.cat([one.ids_TK for one in made]),

@@ -51,6 +51,10 @@ class HeadData:
             self.probs_MK[rows_TN].float(),
         )
 
+    def per_step(self, states: int) -> int:
+        """Starts that make up a step of so many states: as many."""
+        return states
+
     def order(self, seed: int, epoch: int) -> Tensor:
         """All starts, in the random order of an epoch."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)

@@ -22,9 +22,10 @@ from qspec.stages.build_plan import build_plan, needs_statistics, resolve_plan
 from qspec.stages.duration import HalfCost, Step, steps
 from qspec.stages.footprint import Footprint, footprint, kv_window_bytes, mlp_footprint
 from qspec.stages.forecast import CONTEXT, Duo, rates
-from qspec.stages.load import resolve_config
+from qspec.stages.load import locate, resolve_config
 from qspec.stages.package import source_dtype
 from qspec.stages.prepare import prepared_arch
+from qspec.stages.transform import require_layers
 from qspec.stages.units import candidate_schemes
 
 USABLE = 0.9
@@ -180,7 +181,13 @@ def resolve(recipe: Recipe) -> PlannedPair:
     arch, stored = resolve_model(recipe.target, recipe.dtype)
     target = plan_half(recipe.target.model, arch, recipe.target.quantization, width, stored)
     draft, head, own_rows = None, None, arch.vocab_size
-    if isinstance(recipe.draft, ModelDraft):
+    if isinstance(recipe.draft, ModelDraft) and is_untrained(recipe.draft):
+        assert recipe.draft.training is not None
+        asked = recipe.draft.training.layers
+        require_layers(asked, arch)
+        own = arch.keep(range(asked) if isinstance(asked, int) else asked)
+        draft = plan_half(recipe.draft.model, own, recipe.draft.quantization, width, stored)
+    elif isinstance(recipe.draft, ModelDraft):
         own, own_stored = resolve_model(recipe.draft, recipe.dtype)
         own_rows, padded = own.vocab_size, replace(own, vocab_size=arch.vocab_size)
         draft = plan_half(recipe.draft.model, padded, recipe.draft.quantization, width, own_stored)
@@ -222,10 +229,21 @@ def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: in
     return PlannedHalf(model, arch, spec, plan, schemes, found, plain, original, stored)
 
 
+def is_untrained(draft: ModelDraft) -> bool:
+    """Whether a draft is to be made by training, and has not been; it is planned by the layers that it will have."""
+    if draft.training is None or draft.model.startswith("package:"):
+        return False
+    try:
+        locate(draft)
+    except SourceError:
+        return True
+    return False
+
+
 def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:
     if layers is not None and layers > arch.n_layers:
         raise RecipeError(f"draft.layers {layers}", f"the target has {arch.n_layers} layers", "keep fewer, or omit it")
-    return arch.first(layers or arch.n_layers)
+    return arch.keep(range(layers or arch.n_layers))
 
 
 def _known_data(recipe: Recipe) -> None:

@@ -1,7 +1,6 @@
 """A recipe's MLP speculator: the head as it was trained, fitted to its target, in INT8; or a new one, trained here."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +12,15 @@ from qspec.nn.engines import open_decoder
 from qspec.nn.int8_map import Int8Map
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize, swap_linears
 from qspec.progress import Progress
-from qspec.provenance import environment, staged_dir
+from qspec.provenance import staged_dir
 from qspec.records import EMBEDDING, HEAD, ArchMap, LoadedModel, QuantizedModel
 from qspec.schema.recipe import MlpDraft, ModelSpec, Recipe
-from qspec.schema.training import TrainingSpec
 from qspec.stages.draft_data import ANSWERS, TEXT, make_data, read_data
 from qspec.stages.head_data import frequent_ids, lay_out, split
+from qspec.stages.head_learner import HeadLearner
 from qspec.stages.load import locate
 from qspec.stages.processes import barrier, rank_and_world
-from qspec.stages.train_draft import CURVE, Course, train
+from qspec.stages.train_draft import CURVE, facts, train
 
 
 def shape_of(draft: MlpDraft, arch: ArchMap) -> SpeculatorShape:
@@ -88,29 +87,13 @@ def train_head(recipe: Recipe, target: QuantizedModel, out: Path, progress: Prog
     initialize(head, torch.Generator().manual_seed(recipe.seed))
     progress.stage("train the head")
     laid = [lay_out(part, shape.n_predict, ids_D, arch.vocab_size) for part in (text, answers, judged)]
-    course = train(head, (laid[0], laid[1]), laid[2], spec, recipe.seed, out / "training", progress)
+    learner = HeadLearner(head)
+    course = train(learner, (laid[0], laid[1]), laid[2], spec, recipe.seed, out / "training", progress)
     if rank == 0:
         swap_linears(head, lambda linear: Int8Map.rounded(linear.weight))
         rows = dict(zip((TEXT, ANSWERS, "held out"), (len(data.tokens_M) for data in laid), strict=True))
-        facts = _facts(recipe, spec, target, course) | {"rows": rows}
         with staged_dir(out / "head") as part:
-            speculator.write(head, part, facts)
+            speculator.write(head, part, facts(recipe.seed, spec, target, course) | {"rows": rows})
             (part / CURVE).write_bytes((out / "training" / CURVE).read_bytes())
     progress.close()
     return out / "head"
-
-
-def _facts(recipe: Recipe, spec: TrainingSpec, target: QuantizedModel, course: Course) -> dict[str, Any]:
-    """What a stored head says of itself."""
-    best = next(entry for entry in course.curve if entry["step"] == course.best_step)
-    return {
-        "target": dict(target.source),
-        "training": spec.model_dump(mode="json", exclude={"data"}),
-        "data": spec.data.model_dump(mode="json"),
-        "seed": recipe.seed,
-        "steps": course.total,
-        "kept_step": course.best_step,
-        "held_out": {"sampled": best["sampled"], "greedy": best["greedy"]},
-        "seconds": round(course.seconds),
-        "environment": {name: environment()[name] for name in ("torch", "cpu", "threads")},
-    }

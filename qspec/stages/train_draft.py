@@ -1,7 +1,7 @@
-"""Train a speculator head in two stages: on what the quantized target reads, then on what it writes.
+"""Train a draft in two stages: on what the quantized target reads, then on what it writes.
 
 A run that is killed goes on after its last checkpoint and ends with the same weights. Under `torchrun` every process
-takes its share of each batch, and gradients are averaged. Letters as in `stages.head_data`.
+takes its share of each batch, and gradients are averaged. Letter: T starts of a batch.
 """
 
 from collections.abc import Iterator
@@ -9,39 +9,27 @@ from dataclasses import asdict, dataclass, field
 import json
 from pathlib import Path
 from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qspec.bridges.tensors import read_tensors, write_tensors
-from qspec.nn.mlp_speculator import MLPSpeculator
-from qspec.numerics import speculator as losses
+from qspec.errors import RecipeError
+from qspec.numerics.speculator import rate_at
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, staged_dir
+from qspec.provenance import atomic_write, environment, staged_dir
+from qspec.records import QuantizedModel
 from qspec.schema.training import TrainingSpec
-from qspec.stages.head_data import Batch, HeadData
+from qspec.stages.learner import Data, Judgement, Learner
 from qspec.stages.processes import average, first, rank_and_world
 
 CHECKPOINT, CURVE = "checkpoint", "curve.jsonl"
 _WEIGHTS, _BEST, _OPTIMIZER, _STATE = "head.safetensors", "best.safetensors", "optimizer.safetensors", "state.json"
 _TIMED = 10
 """Steps from which a budget in minutes becomes a number of steps."""
-_JUDGED_AT_ONCE = 1024
-_MOST_JUDGED = 8192
 
-
-@dataclass(frozen=True)
-class Judgement:
-    """Held-out acceptance of each head, teacher-forced: sum of minima at temperature 1, agreement of the likeliest."""
-
-    sampled: list[float]
-    greedy: list[float]
-    n: int
-
-    @property
-    def score(self) -> float:
-        """Expected tokens per step, mean of both."""
-        return (losses.expected_tokens(self.sampled) + losses.expected_tokens(self.greedy)) / 2
+D = TypeVar("D", bound=Data)
 
 
 @dataclass
@@ -58,116 +46,120 @@ class Course:
 
 
 def train(
-    head: MLPSpeculator,
-    stages: tuple[HeadData, HeadData],
-    judged: HeadData,
+    learner: Learner[D],
+    stages: tuple[D, D],
+    judged: D,
     spec: TrainingSpec,
     seed: int,
     folder: Path,
     progress: Progress,
 ) -> Course:
-    """Train `head` in place; it ends with the weights that were best on `judged`.
+    """Train a draft in place; it ends with the weights that were best on `judged`, be it those of the beginning.
 
-    `folder` keeps the checkpoint, and the curve as JSON lines.
+    `folder` keeps the checkpoint, and the curve as JSON lines. Raises `RecipeError` for batches that are too small to
+    be shared.
     """
-    rank, world = rank_and_world()
-    optimizer = torch.optim.AdamW(_trained(head), lr=spec.rate, betas=spec.betas, weight_decay=spec.weight_decay)
-    course = _restore(folder / CHECKPOINT, head, optimizer)
-    best = _weights(head) if course is None else dict(read_tensors(folder / CHECKPOINT / _BEST))
-    course = course or _plan(head, optimizer, stages, spec, seed)
+    module, (rank, world) = learner.module, rank_and_world()
+    for data in stages:
+        _require_shares(data, spec, world)
+    optimizer = torch.optim.AdamW(_trained(module), lr=spec.rate, betas=spec.betas, weight_decay=spec.weight_decay)
+    course = _restore(folder / CHECKPOINT, module, optimizer)
+    if course is None:
+        course = _plan(learner, optimizer, stages, spec, seed)
+        _note(course, learner.judge(judged), 0.0, float("nan"))
+        best = _weights(module)
+    else:
+        best = dict(read_tensors(folder / CHECKPOINT / _BEST))
     start, loss_sum, since = perf_counter() - course.seconds, 0.0, 0
     batches = _batches(stages, course, spec, seed)
     while course.step < course.total:
         starts_T, data = next(batches)
-        factor = losses.rate_at(course.step, course.first, course.total, spec.stage2_rate)
-        optimizer.param_groups[0]["lr"] = spec.rate * factor
-        loss_sum += _step(head, optimizer, data.batch(starts_T[rank::world], head.shape.n_predict), spec)
+        rate = spec.rate * rate_at(course.step, course.first, course.total, spec.stage2_rate)
+        optimizer.param_groups[0]["lr"] = rate
+        loss_sum += _step(learner, optimizer, data, starts_T[rank::world], spec)
         course.step, since = course.step + 1, since + 1
         if course.step % spec.evaluate_every and course.step != course.total:
             continue
         course.seconds = perf_counter() - start
-        found = judge(head, judged)
-        if found.score > course.best:
-            course.best, course.best_step, best = found.score, course.step, _weights(head)
-        course.curve.append(
-            {
-                "step": course.step,
-                "stage": 1 if course.step <= course.first else 2,
-                "seconds": round(course.seconds, 1),
-                "rate": spec.rate * factor,
-                "loss": round(loss_sum / since, 4),
-                "score": round(found.score, 4),
-                "sampled": [round(x, 4) for x in found.sampled],
-                "greedy": [round(x, 4) for x in found.greedy],
-            }
-        )
+        found = learner.judge(judged)
+        if _note(course, found, rate, loss_sum / since):
+            best = _weights(module)
         loss_sum, since = 0.0, 0
         if rank == 0:
-            _save(folder, head, best, optimizer, course)
+            _save(folder, module, best, optimizer, course)
             progress.say(_line(course, found))
-    head.load_state_dict(best, strict=False)
+    module.load_state_dict(best, strict=False)
     return course
 
 
-@torch.no_grad()
-def judge(head: MLPSpeculator, data: HeadData) -> Judgement:
-    """Acceptance on held-out sequences, at evenly spread starts where there are many."""
-    n = head.shape.n_predict
-    starts = data.starts[:: -(-len(data.starts) // _MOST_JUDGED)]
-    sampled_N, greedy_N = torch.zeros(n), torch.zeros(n)
-    for starts_T in starts.split(_JUDGED_AT_ONCE):
-        batch = data.batch(starts_T, n)
-        for i, logits_TD in enumerate(head(batch.hidden_TH, batch.tokens_TN)):
-            ids_TK, probs_TK = batch.ids_TNK[:, i], batch.probs_TNK[:, i]
-            sampled_N[i] += losses.overlap(logits_TD.softmax(-1), ids_TK, probs_TK).sum()
-            greedy_N[i] += losses.agreement(logits_TD, ids_TK).sum()
-    return Judgement((sampled_N / len(starts)).tolist(), (greedy_N / len(starts)).tolist(), len(starts))
+def facts(seed: int, spec: TrainingSpec, target: QuantizedModel, course: Course) -> dict[str, Any]:
+    """What a trained draft says of its training."""
+    best = next(entry for entry in course.curve if entry["step"] == course.best_step)
+    return {
+        "target": dict(target.source),
+        "training": spec.model_dump(mode="json", exclude={"data"}),
+        "data": spec.data.model_dump(mode="json"),
+        "seed": seed,
+        "steps": course.total,
+        "kept_step": course.best_step,
+        "held_out": {"sampled": best["sampled"], "greedy": best["greedy"]},
+        "seconds": round(course.seconds),
+        "environment": {name: environment()[name] for name in ("torch", "cpu", "threads")},
+    }
 
 
-def loss_of(head: MLPSpeculator, batch: Batch, kind: str) -> Tensor:
-    """Sum of the losses of all heads."""
-    total = torch.zeros(())
-    for i, logits_TD in enumerate(head(batch.hidden_TH, batch.tokens_TN)):
-        law = batch.ids_TNK[:, i], batch.probs_TNK[:, i]
-        match kind:
-            case "cross_entropy":
-                total = total + losses.token_loss(logits_TD, batch.labels_TN[:, i])
-            case "kl":
-                total = total + losses.law_loss(logits_TD, *law)
-            case _:
-                total = total + losses.overlap_loss(logits_TD, *law)
-    return total
+def _require_shares(data: Data, spec: TrainingSpec, world: int) -> None:
+    """Every process gets something of every batch: gradients are averaged one by one."""
+    starts = min(data.per_step(spec.batch), len(data.starts))
+    if starts < world:
+        rule = f"is {starts} starts per step, for {world} processes"
+        raise RecipeError(f"training.batch {spec.batch}", rule, "raise it, give more data, or start fewer processes")
 
 
-def _step(head: MLPSpeculator, optimizer: torch.optim.Optimizer, batch: Batch, spec: TrainingSpec) -> float:
+def _note(course: Course, found: Judgement, rate: float, loss: float) -> bool:
+    """Add a point to the curve; whether it is the best so far."""
+    course.curve.append(
+        {
+            "step": course.step,
+            "stage": 1 if course.step <= course.first else 2,
+            "seconds": round(course.seconds, 1),
+            "rate": rate,
+            "loss": round(loss, 4) if course.step else None,
+            "score": round(found.score, 4),
+            "sampled": [round(x, 4) for x in found.sampled],
+            "greedy": [round(x, 4) for x in found.greedy],
+        }
+    )
+    if found.score <= course.best:
+        return False
+    course.best, course.best_step = found.score, course.step
+    return True
+
+
+def _step(
+    learner: Learner[D], optimizer: torch.optim.Optimizer, data: D, starts_T: Tensor, spec: TrainingSpec
+) -> float:
     optimizer.zero_grad(set_to_none=True)
-    loss = loss_of(head, batch, spec.loss)
-    loss.backward()
-    average([parameter.grad for parameter in _trained(head) if parameter.grad is not None])
-    torch.nn.utils.clip_grad_norm_(_trained(head), spec.clip)
+    loss = learner.backward(data, starts_T, spec.loss)
+    trained = _trained(learner.module)
+    average([parameter.grad for parameter in trained if parameter.grad is not None])
+    torch.nn.utils.clip_grad_norm_(trained, spec.clip)
     optimizer.step()
-    return float(loss.detach())
+    return loss
 
 
-def _batches(
-    stages: tuple[HeadData, HeadData], course: Course, spec: TrainingSpec, seed: int
-) -> Iterator[tuple[Tensor, HeadData]]:
+def _batches(stages: tuple[D, D], course: Course, spec: TrainingSpec, seed: int) -> Iterator[tuple[Tensor, D]]:
     """Starts of every step that is to come, and the data that they point into."""
     for step in range(course.step, course.total):
         second = step >= course.first
         data, done = stages[second], step - course.first if second else step
-        per_epoch = max(1, len(data.starts) // spec.batch)
-        epoch, at = divmod(done, per_epoch)
-        order = data.order(seed + second, epoch)
-        yield order[at * spec.batch : (at + 1) * spec.batch], data
+        size = data.per_step(spec.batch)
+        epoch, at = divmod(done, max(1, len(data.starts) // size))
+        yield data.order(seed + second, epoch)[at * size : (at + 1) * size], data
 
 
 def _plan(
-    head: MLPSpeculator,
-    optimizer: torch.optim.Optimizer,
-    stages: tuple[HeadData, HeadData],
-    spec: TrainingSpec,
-    seed: int,
+    learner: Learner[D], optimizer: torch.optim.Optimizer, stages: tuple[D, D], spec: TrainingSpec, seed: int
 ) -> Course:
     """The number of steps that the budget allows; a budget of minutes is timed on a few steps of rate 0."""
     if spec.positions is not None:
@@ -175,10 +167,10 @@ def _plan(
     else:
         assert spec.minutes is not None
         optimizer.param_groups[0]["lr"] = 0.0
-        batches = _batches(stages, Course(_TIMED, _TIMED), spec, seed)
+        rank, world = rank_and_world()
         begin = perf_counter()
-        for starts_T, data in batches:
-            _step(head, optimizer, data.batch(starts_T, head.shape.n_predict), spec)
+        for starts_T, data in _batches(stages, Course(_TIMED, _TIMED), spec, seed):
+            _step(learner, optimizer, data, starts_T[rank::world], spec)
         total = max(1, int(spec.minutes * 60 / (perf_counter() - begin) * _TIMED))
         optimizer.state.clear()
     total = int(first(torch.tensor(total)))
@@ -186,10 +178,10 @@ def _plan(
 
 
 def _save(
-    folder: Path, head: MLPSpeculator, best: dict[str, Tensor], optimizer: torch.optim.Optimizer, course: Course
+    folder: Path, module: nn.Module, best: dict[str, Tensor], optimizer: torch.optim.Optimizer, course: Course
 ) -> None:
     with staged_dir(folder / CHECKPOINT) as part:
-        write_tensors(part / _WEIGHTS, _weights(head))
+        write_tensors(part / _WEIGHTS, _weights(module))
         write_tensors(part / _BEST, best)
         moments = optimizer.state_dict()["state"]
         flat = {f"{i}.{name}": value for i, state in moments.items() for name, value in state.items()}
@@ -198,10 +190,10 @@ def _save(
     atomic_write(folder / CURVE, "".join(json.dumps(entry) + "\n" for entry in course.curve))
 
 
-def _restore(folder: Path, head: MLPSpeculator, optimizer: torch.optim.Optimizer) -> Course | None:
+def _restore(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Course | None:
     if not (folder / _STATE).exists():
         return None
-    head.load_state_dict({name: value.clone() for name, value in read_tensors(folder / _WEIGHTS).items()}, strict=False)
+    module.load_state_dict(dict(read_tensors(folder / _WEIGHTS)), strict=False)
     state = optimizer.state_dict()
     state["state"] = {}
     for name, value in read_tensors(folder / _OPTIMIZER).items():
@@ -211,13 +203,13 @@ def _restore(folder: Path, head: MLPSpeculator, optimizer: torch.optim.Optimizer
     return Course(**json.loads((folder / _STATE).read_text()))
 
 
-def _trained(head: MLPSpeculator) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in head.parameters() if parameter.requires_grad]
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _weights(head: MLPSpeculator) -> dict[str, Tensor]:
+def _weights(module: nn.Module) -> dict[str, Tensor]:
     """What is trained, tied parts once, copied."""
-    return {name: value.detach().clone() for name, value in head.named_parameters() if value.requires_grad}
+    return {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
 
 
 def _line(course: Course, found: Judgement) -> str:

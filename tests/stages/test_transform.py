@@ -16,7 +16,7 @@ from qspec.schema.recipe import FusionSpec
 from qspec.stages.build_plan import build_plan
 from qspec.stages.calibrate import calibrate
 from qspec.stages.quantize import quantize
-from qspec.stages.transform import Rewrites, notes, transform, truncate_layers
+from qspec.stages.transform import Rewrites, keep_layers, notes, transform, truncate_layers
 from tests.observed import ROWS, load, observe
 from tests.served import distance, logits, transformers_model
 from tests.tiny import KINDS, NEWER_KINDS, tiny_model
@@ -169,9 +169,26 @@ def test_the_function_of_newer_kinds_stays(tmp_path: Path, kind: str, change: st
             assert torch.allclose(stats.amax_K[layer], amax_K, rtol=1e-3, atol=1e-4), layer  # float32 sums, as above
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "qwen3_moe"])
-def test_truncated_newer_models_are_read_back(tmp_path: Path, kind: str) -> None:
-    """Would catch numbers of layers that were removed left in the architecture."""
-    short = truncate_layers(load(tiny_model(kind, tmp_path / "source")), 1)
+@pytest.mark.parametrize("layers", [[0], [1], [0, 2], [1, 2]])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "qwen3_moe", "phi3", "mixtral"])
+def test_chosen_layers_are_read_back(tmp_path: Path, kind: str, layers: list[int]) -> None:
+    """Would catch numbers of removed layers left in the architecture, windows and dense layers that belong to others
+    (the config's periods count from the whole model's first layer), and tensors under their old numbers.
+    """
+    own = {"num_hidden_layers": 3}
+    if kind == "gemma3_text":
+        own["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    short = keep_layers(load(tiny_model(kind, tmp_path / "source", **own)), layers)
     compressed.write_float(short, tmp_path / "short", torch.float32)
     assert compressed.read(tmp_path / "short").arch == short.arch
+    tokens_T = torch.tensor(ROWS[0])
+    with torch.no_grad():
+        theirs_TV = transformers_model(tmp_path / "short")(tokens_T[None]).logits[0]
+    assert distance(Decoder.from_float(short).forward(tokens_T), theirs_TV) < 2e-5  # the noise of float32 sums
+
+
+@pytest.mark.parametrize("layers", [[], [2, 1], [1, 1], [-1, 0], [0, 4]])
+def test_layers_that_cannot_be_kept_are_refused(tmp_path: Path, layers: list[int]) -> None:
+    """Would catch a layer twice, layers in another order than they learned in, and a negative number as the last."""
+    with pytest.raises(RecipeError, match="must be different layers of 0 … 3 in rising order; give those"):
+        keep_layers(load(tiny_model("llama", tmp_path, num_hidden_layers=4)), layers)
