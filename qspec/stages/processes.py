@@ -32,10 +32,11 @@ def barrier() -> None:
         dist.barrier()
 
 
-def average(values: Sequence[Tensor]) -> None:
-    """Replace tensors by their means over all processes."""
+def average(values: Sequence[Tensor], weight: float = 1.0) -> None:
+    """Replace tensors by their means over all processes; the weights of all must have the mean 1."""
     if dist.is_initialized():
         for value in values:
+            value *= weight
             dist.all_reduce(value)
             value /= dist.get_world_size()
 

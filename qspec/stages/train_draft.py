@@ -76,7 +76,7 @@ def train(
         starts_T, data = next(batches)
         rate = spec.rate * rate_at(course.step, course.first, course.total, spec.stage2_rate)
         optimizer.param_groups[0]["lr"] = rate
-        loss_sum += _step(learner, optimizer, data, starts_T[rank::world], spec)
+        loss_sum += _step(learner, optimizer, data, starts_T, spec)
         course.step, since = course.step + 1, since + 1
         if course.step % spec.evaluate_every and course.step != course.total:
             continue
@@ -139,10 +139,14 @@ def _note(course: Course, found: Judgement, rate: float, loss: float) -> bool:
 def _step(
     learner: Learner[D], optimizer: torch.optim.Optimizer, data: D, starts_T: Tensor, spec: TrainingSpec
 ) -> float:
+    """One step on all of `starts_T`, of which this process takes its share; returns the loss of that."""
+    rank, world = rank_and_world()
+    share_T = starts_T[rank::world]
     optimizer.zero_grad(set_to_none=True)
-    loss = learner.backward(data, starts_T, spec.loss)
+    loss = learner.backward(data, share_T, spec.loss)
     trained = _trained(learner.module)
-    average([parameter.grad for parameter in trained if parameter.grad is not None])
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    average(gradients, len(share_T) * world / len(starts_T))
     torch.nn.utils.clip_grad_norm_(trained, spec.clip)
     optimizer.step()
     return loss
@@ -167,10 +171,9 @@ def _plan(
     else:
         assert spec.minutes is not None
         optimizer.param_groups[0]["lr"] = 0.0
-        rank, world = rank_and_world()
         begin = perf_counter()
         for starts_T, data in _batches(stages, Course(_TIMED, _TIMED), spec, seed):
-            _step(learner, optimizer, data, starts_T[rank::world], spec)
+            _step(learner, optimizer, data, starts_T, spec)
         total = max(1, int(spec.minutes * 60 / (perf_counter() - begin) * _TIMED))
         optimizer.state.clear()
     total = int(first(torch.tensor(total)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qspec.bridges import compressed
+from qspec.bridges.hf import open_trainable
 from qspec.errors import RecipeError
 from qspec.nn.decoder import Decoder
 from qspec.records import LayerStats, LoadedModel
@@ -183,7 +184,7 @@ def test_chosen_layers_are_read_back(tmp_path: Path, kind: str, layers: list[int
     assert compressed.read(tmp_path / "short").arch == short.arch
     tokens_T = torch.tensor(ROWS[0])
     with torch.no_grad():
-        theirs_TV = transformers_model(tmp_path / "short")(tokens_T[None]).logits[0]
+        theirs_TV = open_trainable(tmp_path / "short", short.arch)(tokens_T[None]).logits[0]
     assert distance(Decoder.from_float(short).forward(tokens_T), theirs_TV) < 2e-5  # the noise of float32 sums
 
 
