@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from qspec.bridges.tensors import read_tensors, write_tensors
-from qspec.errors import RecipeError
+from qspec.errors import OutputError, RecipeError
 from qspec.numerics.speculator import rate_at
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, environment, staged_dir
+from qspec.provenance import atomic_write, digest_of, environment, staged_dir
 from qspec.records import QuantizedModel
 from qspec.schema.training import TrainingSpec
 from qspec.stages.learner import Data, Judgement, Learner
@@ -34,10 +34,11 @@ D = TypeVar("D", bound=Data)
 
 @dataclass
 class Course:
-    """Where a training stands. `first` and `total`: steps of stage 1, and of both."""
+    """Where a training stands. `first`, `total`: steps of stage 1, and of both; `settings`: digest of what decides."""
 
     first: int
     total: int
+    settings: str = ""
     step: int = 0
     seconds: float = 0.0
     best: float = 0.0
@@ -57,15 +58,17 @@ def train(
     """Train a draft in place; it ends with the weights that were best on `judged`, be it those of the beginning.
 
     `folder` keeps the checkpoint, and the curve as JSON lines. Raises `RecipeError` for batches that are too small to
-    be shared.
+    be shared, and `OutputError` for a checkpoint of other settings.
     """
     module, (rank, world) = learner.module, rank_and_world()
     for data in stages:
         _require_shares(data, spec, world)
     optimizer = torch.optim.AdamW(_trained(module), lr=spec.rate, betas=spec.betas, weight_decay=spec.weight_decay)
-    course = _restore(folder / CHECKPOINT, module, optimizer)
+    settings = digest_of([seed, spec.model_dump(mode="json")])
+    course = _restore(folder / CHECKPOINT, settings, module, optimizer)
     if course is None:
         course = _plan(learner, optimizer, stages, spec, seed)
+        course.settings = settings
         _note(course, learner.judge(judged), 0.0, float("nan"))
         best = _weights(module)
     else:
@@ -193,9 +196,13 @@ def _save(
     atomic_write(folder / CURVE, "".join(json.dumps(entry) + "\n" for entry in course.curve))
 
 
-def _restore(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Course | None:
+def _restore(folder: Path, settings: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> Course | None:
     if not (folder / _STATE).exists():
         return None
+    course = Course(**json.loads((folder / _STATE).read_text()))
+    if course.settings not in ("", settings):
+        fix = "choose another --out, or remove that folder to begin anew"
+        raise OutputError(str(folder), "holds a training with other settings", fix)
     module.load_state_dict(dict(read_tensors(folder / _WEIGHTS)), strict=False)
     state = optimizer.state_dict()
     state["state"] = {}
@@ -203,7 +210,7 @@ def _restore(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) 
         number, _, part = name.partition(".")
         state["state"].setdefault(int(number), {})[part] = value.clone()
     optimizer.load_state_dict(state)
-    return Course(**json.loads((folder / _STATE).read_text()))
+    return course
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:

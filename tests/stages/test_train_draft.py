@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qspec import pipeline
-from qspec.errors import RecipeError
+from qspec.errors import OutputError, RecipeError
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
 from qspec.progress import Progress
 from qspec.schema.training import TrainingData, TrainingSpec
@@ -86,6 +86,13 @@ def test_a_resumed_training_ends_with_the_same_weights(tmp_path, monkeypatch):
     assert [entry["step"] for entry in course.curve] == [0, 40, 80, 120]
     for mine, its in zip(again.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, its)
+
+
+def test_a_training_with_other_settings_is_not_resumed(tmp_path):
+    """Would catch weights of another schedule, or of other layers, that are taken for a beginning."""
+    trained(tmp_path)
+    with pytest.raises(OutputError, match="holds a training with other settings; choose another --out"):
+        trained(tmp_path, SPEC.model_copy(update={"rate": 0.01}))
 
 
 def test_two_processes_train_what_one_does(tmp_path):
