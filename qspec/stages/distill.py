@@ -64,14 +64,13 @@ def distill(recipe: Recipe, model: LoadedModel, target: QuantizedModel, out: Pat
 
 def _layers(spec: DistillSpec, model: LoadedModel, seed: int, path: Path, progress: Progress) -> dict[str, Any]:
     """Which layers stay, and why; kept in `path` for a call that goes on."""
-    asked = {"asked": spec.layers if isinstance(spec.layers, int) else list(spec.layers), "tokens": spec.layer_tokens}
-    asked["model"] = model.source.get("sha256")
+    layers = spec.layers if isinstance(spec.layers, int) else list(spec.layers)
+    asked = {"asked": layers, "tokens": spec.layer_tokens, "model": model.source.get("sha256")}
     if path.exists() and asked.items() <= (known := json.loads(path.read_text())).items():
         return dict(known)
     require_layers(spec.layers, model.arch)
-    if isinstance(spec.layers, tuple):
-        found = {"kept": list(spec.layers), "dropped": []}
-    else:
+    found: dict[str, Any] = {"kept": layers, "dropped": []}
+    if isinstance(spec.layers, int):
         progress.stage(f"choose {spec.layers} of {model.arch.n_layers} layers")
         rows = [row[:_CHOSEN_ON] for part in text_parts(spec.data, model.tokenizer, seed) for row in part]
         texts = rows[: max(1, spec.layer_tokens // len(rows[0]))]
