@@ -97,6 +97,8 @@ struct Kernels {
   void (*move_position)(int kind, HeadCache cache, int dim, int from, int to);
   // x becomes cap * tanh(factor * x / cap).
   void (*soft_cap)(float* x, int n, float factor, float cap);
+  // Sum of e^(x - top): what a softmax divides by, `top` being the largest.
+  float (*exp_sum)(const float* x, int n, float top);
 };
 
 // Null: not compiled here.

@@ -373,6 +373,15 @@ void soft_cap(float* x, int n, float factor, float cap) {
   std::memcpy(x + i, tail, sizeof(float) * static_cast<size_t>(n - i));
 }
 
+float exp_sum(const float* x, int n, float top) {
+  F8 total = splat(0.0f);
+  int i = 0;
+  for (; i + 8 <= n; i += 8) total = total + exp(load(x + i) - splat(top));
+  float rest = sum(total);
+  for (; i < n; ++i) rest += std::exp(x[i] - top);
+  return rest;
+}
+
 // Softmax in place, but for the division: returns what to divide by. Lanes outside of the span count for nothing.
 float weigh(float* scores, const Span& span, float factor) {
   const int first = span.begin / 8 * 8, last = (span.end + 7) / 8 * 8;
@@ -442,7 +451,7 @@ namespace qspec {
 namespace {
 const Kernels TABLE = {QSPEC_NAME, embed,  norm,      quantize_int8, round_fp8, matmul,
                        gate,       rotate, store_key, store_value,   attend,    read,
-                       move_position, soft_cap};
+                       move_position, soft_cap, exp_sum};
 }
 extern const Kernels* const QSPEC_TABLE;
 const Kernels* const QSPEC_TABLE = &TABLE;

@@ -23,19 +23,15 @@
 #include <new>
 #include <vector>
 
-#include "pool.h"
+#include "matmuls.h"
 #include "stream.h"
 
 namespace qspec {
 namespace {
 
-constexpr int BLOCK = 64;     // rows that a matmul takes at once
-constexpr int OWN_ROWS = 4;   // rows that each thread prepares for itself: cheaper than a barrier
-constexpr int MOST_PANELS = 32;  // of a piece
+constexpr int BLOCK = 64;  // rows that a layer takes at once
 constexpr size_t HUGE_PAGE = size_t{1} << 21;
 constexpr size_t PAGE = 4096;  // what reads past the file cache begin at
-
-size_t rounded_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 // Memory that is never freed piece by piece, on huge pages where the system gives them.
 class Arena {
@@ -81,53 +77,6 @@ class Arena {
   std::vector<void*> blocks_;
   char* next_ = nullptr;
   size_t left_ = 0;
-};
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-template <class T>
-using Buffer = std::unique_ptr<T[], Free>;
-
-template <class T>
-Buffer<T> zeros(size_t count) {
-  auto* p = static_cast<T*>(std::calloc(std::max<size_t>(count, 1), sizeof(T)));
-  if (!p) throw std::bad_alloc();
-  return Buffer<T>(p);
-}
-
-// Row t of a matmul's inputs: copied (unless it is there already) and rounded as the matrix reads it.
-void prepare_row(const Kernels& run, const Weight& m, const float* x, const Rows& rows, int t) {
-  float* values = rows.values + t * rows.stride;
-  if (m.input == INT8_INPUT || m.input == INT8_GROUP_INPUT) {
-    run.quantize_int8(x, m, rows, t);
-    if (m.outlier_ends && x != values) std::memcpy(values, x, sizeof(float) * m.k);  // these read unrounded inputs
-    return;
-  }
-  if (x != values) std::memcpy(values, x, sizeof(float) * m.k);
-  if (m.input == FP8_INPUT) run.round_fp8(values, m.k, m.input_scale);
-}
-
-// What the weights kept apart add to the outputs of panels [first, first + count).
-void add_outliers(const Weight& m, const Rows& x, int first, int count, float* out, int64_t out_stride) {
-  if (!m.outlier_ends) return;
-  for (int n = first * 8; n < (first + count) * 8; ++n) {
-    const int begin = m.outlier_ends[n], end = m.outlier_ends[n + 1];
-    for (int t = 0; t < x.count && begin < end; ++t) {
-      const float* values = x.values + t * x.stride;
-      float total = 0.0f;
-      for (int i = begin; i < end; ++i) total += m.outlier_values[i] * values[m.outlier_inputs[i]];
-      out[t * out_stride + n - first * 8] += total;
-    }
-  }
-}
-
-struct Thread {
-  Buffer<float> out, scratch, scores, values, row_scale, best;
-  Buffer<int8_t> codes;
-  Buffer<int32_t> start;
-  Buffer<int64_t> best_token;
-  Rows rows() const { return {values.get(), codes.get(), row_scale.get(), start.get(), 0, 0}; }
 };
 
 }  // namespace
@@ -226,14 +175,16 @@ class Laps {
   Clock::time_point last_;
 };
 
-class Model {
+class Model : Matmuls {
  public:
   Model(Pool& pool, const Shape& shape, const Kernels& kernels)
-      : pool_(pool), s_(shape), run_(kernels), layers_(shape.layers), ropes_(2 * shape.ropes) {
+      : Matmuls(pool, kernels, BLOCK, widest_of(shape), shape.norm_eps),
+        s_(shape),
+        layers_(shape.layers),
+        ropes_(2 * shape.ropes) {
     const size_t dims = size_t(s_.heads) * s_.head_dim, choices = BLOCK * size_t(s_.experts_per_token);
     const size_t features = rounded_up(s_.intermediate, 8), expert_features = rounded_up(s_.expert_size, 8);
-    const size_t widest = rounded_up(std::max({size_t(s_.hidden), dims, features, expert_features}), 64);
-    row_stride_ = static_cast<int64_t>(widest);
+    const size_t widest = row_stride_;
     hidden_stride_ = static_cast<int64_t>(rounded_up(s_.hidden, 16));
     query_ = zeros<float>(BLOCK * dims);
     mixed_ = zeros<float>(BLOCK * dims);
@@ -247,14 +198,10 @@ class Model {
     order_.resize(choices);
     expert_begin_.resize(s_.experts + 1);
     next_.resize(s_.experts + 1);
-    shared_ = scratch_for(BLOCK, widest);
-    for (int i = 0; i < pool.size(); ++i) {
-      threads_.push_back(scratch_for(OWN_ROWS, widest));
-      threads_.back().out = zeros<float>(BLOCK * size_t(MOST_PANELS) * 8);
-      threads_.back().scratch = zeros<float>(2 * widest * 8);
-      threads_.back().scores = zeros<float>(s_.max_length + 16);
-      threads_.back().best = zeros<float>(BLOCK);
-      threads_.back().best_token = zeros<int64_t>(BLOCK);
+    for (Thread& own : threads_) {
+      own.scores = zeros<float>(s_.max_length + 16);
+      own.best = zeros<float>(BLOCK);
+      own.best_token = zeros<int64_t>(BLOCK);
     }
   }
 
@@ -334,6 +281,11 @@ class Model {
   }
 
  private:
+  static size_t widest_of(const Shape& s) {
+    const size_t dims = size_t(s.heads) * s.head_dim;
+    return size_t(std::max({s.hidden, s.intermediate, s.expert_size, int32_t(dims)}));
+  }
+
   void list_rows(const Part* parts, int count) {
     rows_.clear();
     slots_.clear();
@@ -363,15 +315,6 @@ class Model {
     if (rows_.size() <= room_) return;
     hidden_ = zeros<float>(rows_.size() * hidden_stride_);
     room_ = rows_.size();
-  }
-
-  static Thread scratch_for(size_t rows, size_t widest) {
-    Thread t;
-    t.values = zeros<float>(rows * widest);
-    t.codes = zeros<int8_t>(rows * widest);
-    t.row_scale = zeros<float>(rows * widest / 32);
-    t.start = zeros<int32_t>(rows * widest / 32);
-    return t;
   }
 
   void keep(Weight& m) {
@@ -444,48 +387,10 @@ class Model {
     laps_.end(thread, DOWN);
   }
 
-  // Rows as matrix `m` reads them: normed (if there are gains), rounded. Few rows: each thread has its own copy.
   Rows prepared(int thread, const Weight& m, const float* x, int64_t x_stride, const float* gain, int count) {
-    const bool own = count <= OWN_ROWS;
-    Rows rows = (own ? threads_[thread] : shared_).rows();
-    rows.stride = row_stride_;
-    rows.count = count;
-    if (own) {
-      for (int t = 0; t < count; ++t) prepare(m, x + t * x_stride, gain, rows, t);
-    } else {
-      for (int t; (t = pool_.claim()) < count;) prepare(m, x + t * x_stride, gain, rows, t);
-      pool_.barrier();
-    }
+    const Rows rows = Matmuls::prepared(thread, m, x, x_stride, gain, count);
     laps_.end(thread, NORMS);
     return rows;
-  }
-
-  void prepare(const Weight& m, const float* x, const float* gain, const Rows& rows, int t) const {
-    float* values = rows.values + t * rows.stride;
-    if (gain) run_.norm(x, gain, s_.norm_eps, m.k, values);
-    prepare_row(run_, m, gain ? values : x, rows, t);
-  }
-
-  // Run `done(first panel, panels, outputs [rows][stride])` over the pieces of a matmul that this thread gets.
-  template <class Done>
-  void pieces(int thread, const Weight& m, const Rows& x, int panels, const Done& done) {
-    for (int first; (first = pool_.claim() * panels) < m.panels();) {
-      const int count = std::min(panels, m.panels() - first);
-      done(first, count, outputs(thread, m, x, first, count, panels * 8), panels * 8);
-    }
-    pool_.barrier();
-  }
-
-  float* outputs(int thread, const Weight& m, const Rows& x, int first, int count, int64_t stride) {
-    Thread& own = threads_[thread];
-    run_.matmul(m, x, first, first + count, own.scratch.get(), own.out.get(), stride);
-    add_outliers(m, x, first, count, own.out.get(), stride);
-    return own.out.get();
-  }
-
-  // Small enough that threads end together, large enough to stream: a multiple of 4 panels.
-  int piece(const Matrix& m) const {
-    return std::clamp(m.panels() / (8 * pool_.size()) / 4 * 4, 4, MOST_PANELS);
   }
 
   void project(int thread, int i, const Row* given, const Rows& x) {
@@ -682,9 +587,7 @@ class Model {
     }
   }
 
-  Pool& pool_;
   const Shape s_;
-  const Kernels& run_;
   Arena arena_;
   std::vector<Layer> layers_;
   std::vector<bool> streamed_;  // by layer; empty: none
@@ -692,13 +595,12 @@ class Model {
   std::vector<const float*> ropes_;
   Weight embedding_{}, head_{};
   const float* norm_ = nullptr;
-  int64_t row_stride_, hidden_stride_;
+  int64_t hidden_stride_;
   size_t room_ = 0;  // rows of hidden states
   Buffer<float> hidden_, query_, mixed_, gated_, added_, routing_;
-  Thread shared_, chosen_;  // inputs of a matmul: by row, and by choice
+  Thread chosen_;  // inputs of a matmul, by choice
   std::vector<Choice> picked_, choices_;  // by row, and by expert
   std::vector<int> order_, expert_begin_, next_, active_;  // place of a picked one among the choices; experts' first
-  std::vector<Thread> threads_;
   std::mutex calls_;
   std::vector<Row> rows_;       // of the call at hand
   std::vector<int32_t> slots_;  // of its tree nodes' paths
@@ -720,17 +622,6 @@ void apply(Pool& pool, const Kernels& run, const Weight& w, const float* x, int 
   });
   add_outliers(w, rows, 0, w.panels(), out.get(), out_stride);
   for (int t = 0; t < count; ++t) std::memcpy(y + int64_t(t) * w.n, out.get() + t * out_stride, sizeof(float) * w.n);
-}
-
-// Runs `body`; no exception crosses the C interface.
-template <class Body>
-bool guarded(const Body& body) {
-  try {
-    body();
-    return true;
-  } catch (...) {
-    return false;
-  }
 }
 
 }  // namespace

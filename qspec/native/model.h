@@ -58,4 +58,27 @@ struct Part {
   int32_t count, nodes;
 };
 
+// A head of an MLP speculator. Maps without codes are none. `embedding` lies row after row.
+struct Stage {
+  const float *gain, *shift;  // of the norm [inner]
+  Weight embedding, embedding_map, proj, out_map, out;
+};
+
+// All of them; weights stay where they are. begin: gains [hidden] of the norm in front of the first, null: none. ids: what
+// of the target's vocabulary can be drafted, of which the first `drafted` may be. logits: room for eight rows of
+// `logits_stride`, whole panels.
+struct Heads {
+  int32_t count, hidden, inner, drafted;
+  float norm_eps, ratio;
+  const float* begin;
+  const Stage* stages;
+  const int64_t* ids;
+  float* logits;
+  int64_t logits_stride;
+};
+
+// Told a head, the likeliest of its ids by place, and its probability, the first row of `logits` being there. Says the
+// place of the id to draft, or -1: none behind this one. Must not call the library.
+using Choose = int32_t (*)(int32_t head, int32_t best, float probability);
+
 }  // namespace qspec

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from qspec.nn.native import NativeDecoder
 from qspec.nn.native_interface import NativeLinear
+from qspec.nn.native_weights import Packed
 from qspec.numerics.affine import QTensor, quantize_weight
 from qspec.numerics.blocks import PerChannel, PerToken
 from qspec.numerics.formats import INT8
@@ -31,6 +32,11 @@ class Int8Map(nn.Module):
     def rounded(cls, weight_NK: Tensor) -> "Int8Map":
         """Of a float weight, to nearest."""
         return cls(quantize_weight(weight_NK.detach().float(), INT8, PerChannel()))
+
+    @property
+    def packed(self) -> Packed | None:
+        """The weight as the C++ core reads it; None where there is no core."""
+        return self._run.packed if isinstance(self._run, NativeLinear) else None
 
     def forward(self, x_TK: Tensor) -> Tensor:
         return self._run(x_TK)

@@ -85,13 +85,12 @@ class SharedEmbedding(nn.Module):
 
 
 class SharedHead(nn.Module):
-    """A learned map to the target's hidden size, and its output rows `[D, H]`, which stay as they are."""
+    """A learned map to the target's hidden size, and its output rows `[D, H]`: one layer for all heads, not trained."""
 
-    def __init__(self, rows_DH: Tensor, inner: int, device: Where = None) -> None:
+    def __init__(self, rows: nn.Linear, inner: int, device: Where = None) -> None:
         super().__init__()
-        self.map = nn.Linear(inner, rows_DH.shape[1], bias=False, device=device)
-        self.rows = nn.Linear(rows_DH.shape[1], rows_DH.shape[0], bias=False, device="meta")
-        self.rows.weight = nn.Parameter(rows_DH, requires_grad=False)
+        self.map = nn.Linear(inner, rows.in_features, bias=False, device=device)
+        self.rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.rows(self.map(x))
@@ -116,22 +115,21 @@ class MLPSpeculator(nn.Module):
         self.shape = shape
         self.register_buffer("ids_D", ids_D, persistent=False)
         n, inner = shape.n_predict, shape.inner
-        own = 1 if shape.tie_weights else n
-        embs: list[nn.Module] = []
-        heads: list[nn.Module] = []
-        for _ in range(own):
-            if shape.shared:
-                assert embedding_VH is not None, "a shared head needs the target's embedding"
-                assert output_VH is not None, "and its output rows"
-                embs.append(SharedEmbedding(embedding_VH, inner, device=device))
-                rows_DH = output_VH if ids_D is None else output_VH[ids_D]
-                heads.append(SharedHead(rows_DH.float(), inner, device=device))
-            else:
-                embs.append(nn.Embedding(shape.vocab_size, inner, device=device))
-                heads.append(nn.Linear(inner, shape.drafted, bias=False, device=device))
-        norms = [ShiftedNorm(inner, device=device) for _ in range(own)]
+        own = range(1 if shape.tie_weights else n)
+        embs: list[nn.Module]
+        heads: list[nn.Module]
+        if shape.shared:
+            assert embedding_VH is not None, "a shared head needs the target's embedding"
+            assert output_VH is not None, "and its output rows"
+            rows = _frozen((output_VH if ids_D is None else output_VH[ids_D]).float())
+            embs = [SharedEmbedding(embedding_VH, inner, device=device) for _ in own]
+            heads = [SharedHead(rows, inner, device=device) for _ in own]
+        else:
+            embs = [nn.Embedding(shape.vocab_size, inner, device=device) for _ in own]
+            heads = [nn.Linear(inner, shape.drafted, bias=False, device=device) for _ in own]
+        norms = [ShiftedNorm(inner, device=device) for _ in own]
         first = nn.Linear(shape.emb_dim, inner, bias=False, device=device)
-        later = [nn.Linear(inner, inner, bias=False, device=device) for _ in range(min(own, n - 1))]
+        later = [nn.Linear(inner, inner, bias=False, device=device) for _ in own[: n - 1]]
         self.emb, self.head, self.ln = (nn.ModuleList((part * n)[:n]) for part in (embs, heads, norms))
         self.proj = nn.ModuleList([first, *(later * n)[: n - 1]])
 
@@ -153,6 +151,12 @@ class MLPSpeculator(nn.Module):
             state, logits_TD = self.advance(i, state, tokens_TN[:, i])
             logits.append(logits_TD)
         return logits
+
+
+def _frozen(weight_NK: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight_NK, requires_grad=False)
+    return linear
 
 
 def normed(x: Tensor) -> Tensor:

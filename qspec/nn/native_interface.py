@@ -1,7 +1,7 @@
 """The C interface of `qspec/native/`, called through ctypes: structs, functions, threads, single matmuls."""
 
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache
 import os
 import weakref
@@ -94,6 +94,33 @@ class Piece(ctypes.Structure):
     _fields_ = [("layer", c_int32), ("start", c_int64), ("size", c_int64), ("to", c_void_p)]
 
 
+class Stage(ctypes.Structure):
+    """`Stage` of native/model.h."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("gain", "shift")],
+        *[(name, Matrix) for name in ("embedding", "embedding_map", "proj", "out_map", "out")],
+    ]
+
+
+class Heads(ctypes.Structure):
+    """`Heads` of native/model.h."""
+
+    _fields_ = [
+        *[(name, c_int32) for name in ("count", "hidden", "inner", "drafted")],
+        *[(name, c_float) for name in ("norm_eps", "ratio")],
+        ("begin", c_void_p),
+        ("stages", POINTER(Stage)),
+        ("ids", c_void_p),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+    ]
+
+
+CHOOSE = CFUNCTYPE(c_int32, c_int32, c_int32, c_float)
+"""`Choose` of native/model.h."""
+
+
 class Reading(ctypes.Structure):
     """`Reading` of native/model.h."""
 
@@ -160,6 +187,9 @@ def library() -> ctypes.CDLL:
         "qspec_length": (c_int, [c_void_p]),
         "qspec_truncate": (None, [c_void_p, c_int]),
         "qspec_forward": (c_int, [c_void_p, POINTER(Part), c_int, c_int, c_void_p, c_void_p, c_void_p]),
+        "qspec_speculator": (c_void_p, [c_void_p, POINTER(Heads)]),
+        "qspec_speculator_free": (None, [c_void_p]),
+        "qspec_draft": (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_int32), c_int, CHOOSE, c_void_p, c_void_p]),
         "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
         "qspec_read": (c_float, [c_void_p, c_void_p, c_int64]),
     }
@@ -182,11 +212,11 @@ class NativeLinear:
 
     def __init__(self, linear: QLinear) -> None:
         """Raises `NoLibrary` where there is no library."""
-        self._packed = pack_linears([linear], [None])
-        self._lib, self._pool, self._matrix = library(), pool_of(1), matrix_of(self._packed)
+        self.packed = pack_linears([linear], [None])
+        self._lib, self._pool, self._matrix = library(), pool_of(1), matrix_of(self.packed)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        x_TK, y_TN = x_TK.contiguous(), torch.empty(len(x_TK), self._packed.n)
+        x_TK, y_TN = x_TK.contiguous(), torch.empty(len(x_TK), self.packed.n)
         x, y, rows = x_TK.data_ptr(), y_TN.data_ptr(), len(x_TK)
         if not self._lib.qspec_linear(self._pool.handle, None, byref(self._matrix), x, rows, y):
             raise MemoryError("no memory for a matmul")

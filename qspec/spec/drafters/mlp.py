@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qspec.errors import RecipeError
+from qspec.nn.draft_heads import draft_heads
 from qspec.nn.lm import LM, HiddenLM
 from qspec.nn.mlp_speculator import MLPSpeculator
 from qspec.numerics.probs import sample
@@ -31,10 +32,12 @@ class MlpDrafter:
         top_k: Sequence[int] = (),
     ) -> None:
         self._head, self._eos_ids, self._candidates = head, frozenset(eos_ids), candidates
-        self._top_k = top_k or range(5, 5 - head.shape.n_predict, -1)
         tokens = head.shape.vocab_size if tokens is None else tokens
         self._ids_D = torch.arange(head.shape.vocab_size) if head.ids_D is None else head.ids_D
         self._known = int((self._ids_D < tokens).sum())  # ids rise
+        widths = top_k or [max(1, 5 - i) for i in range(head.shape.n_predict)]
+        self._widths = [min(width, self._known) for width in widths]
+        self._heads = draft_heads(head, self._ids_D, self._known)
         self._target: HiddenLM | None = None
 
     @property
@@ -67,50 +70,35 @@ class MlpDrafter:
         k = min(k, self._head.shape.n_predict)
         if k < 1:
             return NOTHING
-        state_1I, token_1 = self._head.begin(target.hidden()), torch.tensor(context[-1:])
+        hidden_1H = target.hidden()
         if self._candidates > 1:
-            paths = self._paths(state_1I, token_1, k)
+            paths = self._paths(hidden_1H, context[-1], k)
             return Proposal.certain(merged_chains(map(self._until_eos, paths)), perf_counter() - start)
-        tokens, laws = self._chain(state_1I, token_1, k, sampling, generator, more)
+        tokens, laws = self._chain(hidden_1H, context[-1], k, sampling, generator, more)
         return Proposal(torch.tensor(tokens), self._widened(laws), perf_counter() - start)
 
     def _chain(
-        self, state: Tensor, token_1: Tensor, k: int, sampling: Sampling, generator: torch.Generator, more: More | None
+        self, hidden_1H: Tensor, token: int, k: int, sampling: Sampling, generator: torch.Generator, more: More | None
     ) -> tuple[list[int], list[Tensor]]:
         uniforms_K = draw_uniforms(0 if sampling.greedy else k, generator)
         tokens, laws = list[int](), list[Tensor]()
-        for i in range(k):
-            state, logits_1D = self._head.advance(i, state, token_1)
-            logits_1D = logits_1D[:, : self._known]
-            if sampling.greedy:
-                drawn_1 = logits_1D.argmax(-1)
-            else:
+
+        def choose(best: int, probability: float, logits_1D: Tensor) -> int | None:
+            place = best
+            if not sampling.greedy:
                 laws.append(sampling.law(logits_1D))
-                drawn_1 = sample(laws[-1], uniforms_K[i : i + 1])
-            token_1 = self._ids_D[drawn_1]
-            tokens.append(int(token_1))
-            if tokens[-1] in self._eos_ids:
-                break
-            if more is not None:
-                law_1D = laws[-1] if laws else logits_1D.softmax(-1)
-                if not more(float(law_1D[0, drawn_1])):
-                    break
+                place = int(sample(laws[-1], uniforms_K[len(tokens) : len(tokens) + 1]))
+                probability = float(laws[-1][0, place])
+            tokens.append(int(self._ids_D[place]))
+            ends = tokens[-1] in self._eos_ids or (more is not None and not more(probability))
+            return None if ends else place
+
+        self._heads.chain(hidden_1H, token, k, choose)
         return tokens, laws
 
-    def _paths(self, state: Tensor, tokens_P: Tensor, depth: int) -> list[list[int]]:
-        """The likeliest paths of `depth` tokens, the likeliest first; `top_k` of each stage behind every path.
-
-        Source: fms-extras, `MLPSpeculator.generate_suffixes`.
-        """
-        paths_PK, scores_P = torch.empty(1, 0, dtype=torch.long), torch.zeros(1)
-        for i in range(depth):
-            state, logits_PD = self._head.advance(i, state, tokens_P)
-            size = min(self._top_k[i], self._known)
-            found_PW, drawn_PW = logits_PD[:, : self._known].log_softmax(-1).topk(size)
-            tokens_P = self._ids_D[drawn_PW.flatten()]
-            scores_P = (scores_P[:, None] + found_PW).flatten()
-            state, paths_PK = (x.repeat_interleave(size, 0) for x in (state, paths_PK))
-            paths_PK = torch.cat([paths_PK, tokens_P[:, None]], 1)
+    def _paths(self, hidden_1H: Tensor, token: int, depth: int) -> list[list[int]]:
+        """The likeliest paths of `depth` tokens, the likeliest first."""
+        paths_PK, scores_P = self._heads.paths(hidden_1H, token, self._widths[:depth])
         best = scores_P.topk(min(self._candidates, len(scores_P))).indices
         return [list(path) for path in paths_PK[best].tolist()]
 

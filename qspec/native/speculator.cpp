@@ -1,0 +1,170 @@
+// Proposals of an MLP speculator, each one parallel region: the heads one after the other, each fed with the state before it
+// and the token chosen there. qspec/nn/mlp_speculator.py says what a head computes, qspec/nn/draft_heads.py holds the eager
+// twin; linear layers are INT8, the rest is float32.
+//
+//   state = GELU(norm(proj(state) + ratio * embedding_map(embedding[token])));  logits = out(out_map(state))
+#include <cmath>
+#include <mutex>
+
+#include "matmuls.h"
+
+namespace qspec {
+namespace {
+
+constexpr int ROWS = 8;  // paths that a matmul takes at once
+
+class Speculator : Matmuls {
+ public:
+  Speculator(Pool& pool, const Kernels& kernels, const Heads& heads)
+      : Matmuls(pool, kernels, ROWS, size_t(std::max(heads.hidden, heads.inner)), heads.norm_eps),
+        h_(heads),
+        stages_(heads.stages, heads.stages + heads.count) {
+    for (Buffer<float>* rows : {&embedding_, &embedded_, &states_, &mapped_}) *rows = zeros<float>(ROWS * row_stride_);
+  }
+
+  Pool& pool() const { return pool_; }
+  bool knows(int64_t token) const { return token >= 0 && token < stages_[0].embedding.n; }
+
+  // Draft behind `token`, whose state is `hidden`: of head i the `widths[i]` likeliest tokens behind each path so far.
+  // tokens, scores: level after level, the newest token of each path and its log-probability. choose: null, or asked
+  // behind every token of a chain. Returns how many levels there are.
+  int draft(const float* hidden, int64_t token, const int32_t* widths, int levels, Choose choose, int64_t* tokens,
+            float* scores) {
+    std::lock_guard<std::mutex> one(calls_);
+    size_t paths = 1;
+    for (int i = 0; i + 1 < levels; ++i) paths *= size_t(widths[i]);
+    before_.resize(paths * row_stride_);
+    after_.resize(paths * row_stride_);
+    if (h_.begin) run_.norm(hidden, h_.begin, norm_eps_, h_.hidden, before_.data());
+    else std::memcpy(before_.data(), hidden, sizeof(float) * h_.hidden);
+    levels_ = 0;
+    pool_.run([&](int thread) { walk(thread, token, widths, levels, choose, tokens, scores); });
+    return levels_;
+  }
+
+ private:
+  void walk(int thread, int64_t token, const int32_t* widths, int levels, Choose choose, int64_t* tokens,
+            float* scores) {
+    const float root = 0.0f;
+    const int64_t* fed = &token;
+    const float* score = &root;
+    int paths = 1, siblings = 1;  // rows of this level, and how many of them follow the same state
+    for (int i = 0; i < levels; ++i) {
+      const int width = widths[i];
+      for (int first = 0; first < paths; first += ROWS) {
+        const int count = std::min(ROWS, paths - first);
+        advance(thread, stages_[i], fed, first, count, siblings);
+        for (int t; (t = pool_.claim()) < count;)
+          take(t, width, score[first + t], tokens + (first + t) * width, scores + (first + t) * width);
+        pool_.barrier();
+      }
+      if (thread == 0) finish_level(i, paths * width, choose, *score, tokens, *scores);
+      pool_.barrier();
+      if (stopped_) return;
+      fed = tokens;
+      score = scores;
+      siblings = width;
+      paths *= width;
+      tokens += paths;
+      scores += paths;
+    }
+  }
+
+  // States and logits of rows [first, first + count) of a level.
+  void advance(int thread, const Stage& s, const int64_t* fed, int first, int count, int siblings) {
+    float* embedding = (s.embedding_map.codes ? embedding_ : embedded_).get();
+    for (int t; (t = pool_.claim()) < count;) {
+      run_.embed(s.embedding, false, fed[first + t], 1.0f, embedding + t * row_stride_);
+      const float* state = before_.data() + (first + t) / siblings * row_stride_;
+      std::memcpy(states_.get() + t * row_stride_, state, sizeof(float) * s.proj.k);
+    }
+    pool_.barrier();
+    if (s.embedding_map.codes) multiply(thread, s.embedding_map, embedding, count, embedded_.get(), row_stride_);
+    float* after = after_.data() + first * row_stride_;
+    multiply(thread, s.proj, states_.get(), count, after, row_stride_);
+    for (int t; (t = pool_.claim()) < count;) activate(s, embedded_.get() + t * row_stride_, after + t * row_stride_);
+    pool_.barrier();
+    if (s.out_map.codes) multiply(thread, s.out_map, after, count, mapped_.get(), row_stride_);
+    multiply(thread, s.out, s.out_map.codes ? mapped_.get() : after, count, h_.logits, h_.logits_stride);
+  }
+
+  // y = m(x) for `count` rows; rows of y hold whole panels.
+  void multiply(int thread, const Weight& m, const float* x, int count, float* y, int64_t y_stride) {
+    pieces(thread, m, prepared(thread, m, x, row_stride_, nullptr, count), piece(m),
+           [&](int first, int panels, float* out, int64_t stride) {
+             for (int t = 0; t < count; ++t)
+               std::memcpy(y + t * y_stride + first * 8, out + t * stride, sizeof(float) * panels * 8);
+           });
+  }
+
+  void activate(const Stage& s, const float* embedded, float* x) const {
+    for (int j = 0; j < h_.inner; ++j) x[j] += h_.ratio * embedded[j];
+    run_.norm(x, s.gain, norm_eps_, h_.inner, x);
+    for (int j = 0; j < h_.inner; ++j) {
+      const float y = x[j] + s.shift[j];
+      x[j] = 0.5f * y * (1.0f + std::erf(y * 0.70710678f));
+    }
+  }
+
+  // The `width` likeliest ids of row t by their places, of equals the first ones, and the path's log-probability.
+  void take(int t, int width, float score, int64_t* places, float* scores) const {
+    const float* logits = h_.logits + t * h_.logits_stride;
+    int found = 0;
+    for (int j = 0; j < h_.drafted; ++j) {
+      if (found == width && logits[j] <= scores[width - 1]) continue;
+      int at = found < width ? found++ : width - 1;
+      for (; at && scores[at - 1] < logits[j]; --at) scores[at] = scores[at - 1], places[at] = places[at - 1];
+      scores[at] = logits[j];
+      places[at] = j;
+    }
+    const float mass = scores[0] + std::log(run_.exp_sum(logits, h_.drafted, scores[0]));
+    for (int j = 0; j < width; ++j) scores[j] += score - mass;
+  }
+
+  // Places become ids; of a chain the one that `choose` says.
+  void finish_level(int head, int paths, Choose choose, float before, int64_t* places, float score) {
+    levels_ = head + 1;
+    stopped_ = false;
+    if (choose) {
+      const int32_t place = choose(head, static_cast<int32_t>(*places), std::exp(score - before));
+      stopped_ = place < 0;
+      if (!stopped_) *places = place;
+    }
+    for (int j = 0; j < paths; ++j) places[j] = h_.ids[places[j]];
+    std::swap(before_, after_);
+  }
+
+  const Heads h_;
+  const std::vector<Stage> stages_;
+  Buffer<float> embedding_, embedded_, states_, mapped_;  // [ROWS][row_stride_]
+  std::vector<float> before_, after_;                     // states of all paths, of two levels
+  int levels_ = 0;
+  bool stopped_ = false;
+  std::mutex calls_;
+};
+
+}  // namespace
+}  // namespace qspec
+
+using qspec::Pool;
+using qspec::Speculator;
+
+// Null: out of memory.
+QSPEC_API Speculator* qspec_speculator(Pool* pool, const qspec::Heads* heads) {
+  Speculator* made = nullptr;
+  qspec::guarded([&] { made = new Speculator(*pool, *qspec::kernels_named(nullptr), *heads); });
+  return made;
+}
+
+QSPEC_API void qspec_speculator_free(Speculator* s) { delete s; }
+
+// Levels that were drafted; -1: this process was forked from the one whose threads the pool holds; -2: out of memory;
+// -3: no such token.
+QSPEC_API int qspec_draft(Speculator* s, const float* hidden, int64_t token, const int32_t* widths, int levels,
+                          qspec::Choose choose, int64_t* tokens, float* scores) {
+  if (!s->pool().usable()) return -1;
+  if (!s->knows(token)) return -3;
+  int done = 0;
+  if (!qspec::guarded([&] { done = s->draft(hidden, token, widths, levels, choose, tokens, scores); })) return -2;
+  return done;
+}
