@@ -14,7 +14,7 @@ from qspec.numerics.affine import QTensor
 from qspec.numerics.blocks import PerChannel, PerGroup, PerTensor
 from qspec.numerics.codes import quantize_blocks, symmetric_scale
 from qspec.numerics.formats import FORMATS, INT4, INT8, NumFormat
-from qspec.numerics.probs import sample
+from qspec.numerics.probs import sample, target_law
 
 Rows = tuple[Tensor, Tensor | None]
 """Codes `[N, K]` and float32 scales `[N]`; values in float and None."""
@@ -25,7 +25,7 @@ class CudaWeight:
     """A weight as `linear` reads it.
 
     codes: `[O, K]`, INT4 as bytes `[O, K / 2]`, input 2i low and 2i + 1 high; scale: float32 `[O]` or
-    `[O, K / group]`; dtype: of the outputs. `fmt` None is a float weight without scale.
+    `[O, K / group]`; dtype: of the outputs. `fmt` None is a float weight without scale. one_scale: all `[O]` are one.
     """
 
     codes: Tensor
@@ -33,6 +33,7 @@ class CudaWeight:
     fmt: NumFormat | None
     group_size: int | None
     dtype: torch.dtype = torch.bfloat16
+    one_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def pack(weight: QTensor, dtype: torch.dtype = torch.bfloat16) -> CudaWeight:
         if codes.shape[1] % 2:
             raise ValueError(f"{codes.shape[1]} inputs: INT4 codes are stored in pairs; pad to an even number")
         codes = ((codes[:, 1::2] << 4) | (codes[:, ::2] & 0xF)).view(torch.uint8)
-    return CudaWeight(codes, scale, weight.fmt, group, dtype)
+    return CudaWeight(codes, scale, weight.fmt, group, dtype, isinstance(weight.granularity, PerTensor))
 
 
 def unpacked(weight: CudaWeight) -> Tensor:
@@ -155,19 +156,34 @@ def verify_greedy(logits_BRV: Tensor, drafts_BK: Tensor) -> tuple[Tensor, Tensor
 
 
 def verify_sampling(
-    probs_BRV: Tensor, drafts_BK: Tensor, draft_probs_BKV: Tensor, uniforms_BR: Tensor
+    probs_BRV: Tensor, drafts_BK: Tensor, draft_probs_BKV: Tensor | None, uniforms_BR: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`numerics.verify.verify_sampling` for B chains at once; R = K + 1. Source: arXiv 2211.17192, algorithm 1."""
+    """`numerics.verify.verify_sampling` for B chains at once; R = K + 1. Source: arXiv 2211.17192, algorithm 1.
+
+    Drafts without laws (None) are certain.
+    """
     k, token_BK1 = drafts_BK.shape[1], drafts_BK[..., None]
-    p_BK = probs_BRV[:, :k].gather(-1, token_BK1)[..., 0].double()
-    q_BK = draft_probs_BKV.gather(-1, token_BK1)[..., 0].double()
-    accepted_B = _leading(uniforms_BR[:, :k] < (p_BK / q_BK).clamp(max=1.0))
+    stands_BK = probs_BRV[:, :k].gather(-1, token_BK1)[..., 0].double()
+    if draft_probs_BKV is not None:
+        stands_BK = (stands_BK / draft_probs_BKV.gather(-1, token_BK1)[..., 0].double()).clamp(max=1.0)
+    accepted_B = _leading(uniforms_BR[:, :k] < stands_BK)
     law_BV = _row(probs_BRV, accepted_B)
     if k:
-        rest_BV = (law_BV - _row(draft_probs_BKV, accepted_B.clamp(max=k - 1))).clamp(min=0.0)
+        row_B = accepted_B.clamp(max=k - 1)
+        if draft_probs_BKV is None:
+            rest_BV = law_BV.scatter(-1, drafts_BK.gather(1, row_B[:, None]), 0.0)
+        else:
+            rest_BV = (law_BV - _row(draft_probs_BKV, row_B)).clamp(min=0.0)
         replaced_B1 = (accepted_B < k)[:, None] & (rest_BV.sum(-1, keepdim=True) > 0)
         law_BV = torch.where(replaced_B1, rest_BV, law_BV)
     return accepted_B.int(), sample(law_BV, uniforms_BR[:, k])
+
+
+def sample_rows(
+    logits_NV: Tensor, uniforms_N: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """Tokens int64 `[N]` of the laws that `numerics.probs.target_law` makes, by inverse CDF."""
+    return sample(target_law(logits_NV, temperature, top_k, top_p), uniforms_N)
 
 
 def _rounded(y_NH: Tensor, fmt: NumFormat | None, scale: Tensor | None, dtype: torch.dtype) -> Rows:

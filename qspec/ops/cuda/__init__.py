@@ -3,14 +3,13 @@
 Shapes and laws are those of the twins in `ops.reference_cuda`. Triton is imported by the first call that needs it.
 """
 
-import os
-
 import torch
 from torch import Tensor
 
-from qspec.numerics.formats import NumFormat
+from qspec.numerics.formats import INT4, NumFormat
 from qspec.ops import reference_cuda as twins
-from qspec.ops.reference_cuda import CudaWeight, KVLayer, Rows, pack, verify_greedy, verify_sampling
+from qspec.ops.cuda.device import interpreted
+from qspec.ops.reference_cuda import CudaWeight, KVLayer, Rows, pack, sample_rows, verify_greedy, verify_sampling
 
 __all__ = [
     "CudaWeight",
@@ -21,6 +20,7 @@ __all__ = [
     "pack",
     "quantize_rows",
     "rope_write",
+    "sample_rows",
     "silu_mul",
     "verify_greedy",
     "verify_sampling",
@@ -29,7 +29,7 @@ __all__ = [
 
 def takes_kernels(x: Tensor) -> bool:
     """Whether operations on `x` are kernels: on a GPU, or anywhere in Triton's interpreter."""
-    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return x.is_cuda or interpreted()
 
 
 def quantize_rows(x_NH: Tensor, fmt: NumFormat, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -74,9 +74,18 @@ def silu_mul(gate_up_N2I: Tensor, fmt: NumFormat | None, scale: Tensor | None = 
 
 
 def linear(x: Rows, weight: CudaWeight) -> Tensor:
-    """`[N, O]` in `weight.dtype`. Eager so far on every device: decoded weights, no GPU matmul of codes yet."""
+    """`[N, O]` in `weight.dtype`. Codes are multiplied as stored; of up to 16 rows, every weight is read once."""
     _check("codes_NK", x[0], 2)
-    return twins.linear(x, weight)
+    stored = x[0].shape[1] // (2 if weight.fmt == INT4 else 1)
+    if stored != weight.codes.shape[1]:
+        raise ValueError(
+            f"{x[0].shape[1]} inputs, stored weight {tuple(weight.codes.shape)}: they must fit; check both"
+        )
+    if not takes_kernels(x[0]):
+        return twins.linear(x, weight)
+    from qspec.ops.cuda import matmul
+
+    return matmul.linear(x, weight)
 
 
 def rope_write(

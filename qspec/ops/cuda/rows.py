@@ -50,6 +50,7 @@ def encode(x, KIND: tl.constexpr):
     elif KIND == 3:
         bits = x.to(tl.int32, bitcast=True)
         out = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        out = tl.where(x == x, out, 0x7FC0)  # a NaN of a GPU is all ones: rounded up, it would be -0
     else:
         out = x
     return out
@@ -97,11 +98,11 @@ def rows_kernel(
         mean = tl.sum(y * y) / width
         y = y * tl.div_rn(1.0, tl.sqrt_rn(mean + eps)) * tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
     if QUANTIZE:
-        if STATIC:  # noqa: SIM108 - known when compiled, unlike the condition of an expression
+        if STATIC:
             scale = tl.load(given_ptr).to(tl.float32)
         else:
             scale = tl.maximum(tl.div_rn(tl.max(tl.abs(y)), qmax), floor)
-        tl.store(scale_ptr + row, scale)
+            tl.store(scale_ptr + row, scale)
         y = tl.div_rn(y, scale)
     tl.store(codes_ptr + at, encode(y, KIND), inside)
 
@@ -142,7 +143,7 @@ def _launch(
     x = x.contiguous()
     residual, weight, total = norm or (None, x, x)
     codes = torch.empty(len(x), width, dtype=dtype, device=x.device)
-    scale_N = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    scale_N = torch.empty(len(x), dtype=torch.float32, device=x.device) if given is None else one_scale(given, len(x))
     if len(x):
         block = triton.next_power_of_2(width)
         rows_kernel[(len(x),)](
@@ -150,9 +151,9 @@ def _launch(
             x if residual is None else residual.contiguous(),
             weight,
             x if given is None else given,
-            _bits(codes),
+            stored_bits(codes),
             scale_N,
-            _bits(total),
+            stored_bits(total),
             width,
             eps,
             0.0 if fmt is None else float(fmt.qmax),
@@ -169,7 +170,12 @@ def _launch(
     return codes, None if fmt is None else scale_N
 
 
-def _bits(x: Tensor) -> Tensor:
+def one_scale(given: Tensor, rows: int) -> Tensor:
+    """One number for every row, float32 `[rows]` with stride 0, by which `matmul` knows that it is one."""
+    return given.float().reshape(1).expand(rows)
+
+
+def stored_bits(x: Tensor) -> Tensor:
     """The same memory as the integers that `encode` makes."""
     if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return x.view(torch.uint8)

@@ -1,16 +1,31 @@
 """The eager twins of the CUDA operations against the numerics that the other engines use."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qspec.nn.attention import rotate
 from qspec.numerics import verify
 from qspec.numerics.affine import quantize_weight
 from qspec.numerics.blocks import Granularity, PerChannel, PerGroup, PerTensor
 from qspec.numerics.formats import FP8_E4M3, INT4, INT8, NumFormat
+from qspec.numerics.probs import sample, target_law
 from qspec.numerics.trees import attention_mask
 from qspec.ops import cuda, reference, reference_cuda as twins
+
+
+class DeviceOnly(TorchDispatchMode):
+    """Fails where a GPU would wait for the host: a number that is read, or a shape that depends on values."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert not name.startswith(self.WAITS), f"{name} reads the device"
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -76,8 +91,23 @@ def test_verification_of_a_batch_equals_that_of_each_chain(k: int) -> None:
     b, v = 40, 7
     p, q = torch.randn(b, k + 1, v).softmax(-1), torch.randn(b, k, v).softmax(-1)
     drafts, uniforms = torch.randint(v, (b, k)), torch.rand(b, k + 1, dtype=torch.float64)
-    greedy, sampled = cuda.verify_greedy(p, drafts), cuda.verify_sampling(p, drafts, q, uniforms)
+    with DeviceOnly():
+        greedy, sampled = cuda.verify_greedy(p, drafts), cuda.verify_sampling(p, drafts, q, uniforms)
+        certain = cuda.verify_sampling(p, drafts, None, uniforms)
     for i in range(b):
         assert (int(greedy[0][i]), int(greedy[1][i])) == verify.verify_greedy(drafts[i], p[i])
-        want = verify.verify_sampling(drafts[i], q[i], p[i], uniforms[i])
-        assert (int(sampled[0][i]), int(sampled[1][i])) == want
+        for got, law in ((sampled, q[i]), (certain, None)):
+            want = verify.verify_sampling(drafts[i], law, p[i], uniforms[i])
+            assert (int(got[0][i]), int(got[1][i])) == want
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 3, 0.8), (1.3, 0, 0.5)]
+)
+def test_rows_are_sampled_as_each_alone(temperature: float, top_k: int, top_p: float) -> None:
+    """Catches a row drawn with another's number or law, and a setting that is read on the host."""
+    logits, uniforms = torch.randn(20, 11), torch.rand(20, dtype=torch.float64)
+    with DeviceOnly():
+        got = cuda.sample_rows(logits, uniforms, temperature, top_k, top_p)
+    for row, u, token in zip(logits, uniforms, got.tolist(), strict=True):
+        assert token == int(sample(target_law(row[None], temperature, top_k, top_p)[0], u))
