@@ -1,9 +1,11 @@
 """Measure what a speculator head brings on Spec-Bench's prompts beside lookups, prompt by prompt in turn."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+import json
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 import warnings
 
@@ -11,13 +13,16 @@ from bench_cli import write_baseline
 import torch
 
 from qspec.bridges.speculator import read_config
-from qspec.nn.engines import engine_name
+from qspec.nn.engines import engine_name, open_decoder
 from qspec.nn.mlp_speculator import MLPSpeculator
+from qspec.pipeline import quantize_checkpoint
 from qspec.progress import Progress
 from qspec.provenance import environment
-from qspec.schema.recipe import BenchmarkSpec
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import BenchmarkSpec, ModelSpec
 from qspec.spec.draft_length import Fixed
 from qspec.spec.drafters.mlp import MlpDrafter
+from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.drafters.suffix import SuffixDrafter
 from qspec.spec.engine import generate
@@ -26,7 +31,9 @@ from qspec.stages.bench import load_requests
 from qspec.stages.bench_acceptance import acceptance
 from qspec.stages.bench_arm import Request, Run, steps_of
 from qspec.stages.check import real_vocab
+from qspec.stages.distill import FACTS
 from qspec.stages.open_pair import LoadedPair, open_pair
+from qspec.stages.train_draft import CURVE
 
 BASELINE = Path("eval/baselines/speculator.json")
 PAIR = Path("runs/smollm2-135m-mlp-cpu/pair")
@@ -36,6 +43,8 @@ CATEGORIES = (
 )
 CHAT = CATEGORIES[:8]
 """MT-bench's: what a chat asks."""
+INT8: dict[str, Any] = {"scheme": "W8A8", "untie_head": True, "ignore": ()}
+"""What draft models are rounded to."""
 
 
 def drafters(pair: LoadedPair, head: MLPSpeculator) -> dict[str, Drafter]:
@@ -49,12 +58,41 @@ def drafters(pair: LoadedPair, head: MLPSpeculator) -> dict[str, Drafter]:
     }
 
 
+def models(pair: LoadedPair, folders: Mapping[str, Path]) -> dict[str, Drafter]:
+    """Draft models of `qspec train-draft` by name, in INT8 as a pair would have them, heads included."""
+    spec, eos_ids, tokens = QuantSpec(**INT8), pair.model.arch.eos_ids, real_vocab(pair.model.tokenizer)
+    found: dict[str, Drafter] = {}
+    with TemporaryDirectory() as work:
+        for name, folder in folders.items():
+            model = quantize_checkpoint(ModelSpec(model=str(folder), quantization=spec), Path(work) / name)
+            lm = open_decoder(model, max_length=pair.target.max_length)
+            found[name] = ModelDrafter(lm, pair.model.arch.vocab_size, eos_ids, tokens)
+    return found
+
+
+def curve_rows(name: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Acceptance on held-out answers by training, of a draft that keeps its curve."""
+    if not (folder / CURVE).exists():
+        return
+    batch = json.loads((folder / FACTS).read_text())["training"]["batch"]
+    for entry in map(json.loads, (folder / CURVE).read_text().splitlines()):
+        trained = {"states": batch * entry["step"], "minutes": round(entry["seconds"] / 60, 1)}
+        for kind, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+            held = {"category": "held-out answers, teacher-forced", "temperature": temperature}
+            yield {"drafter": name, **held, "alpha": entry[kind][0], **trained}
+
+
 def measured(
-    pair: LoadedPair, requests: list[Request], tokens: int, temperature: float, progress: Progress
+    pair: LoadedPair,
+    arms: Mapping[str, Drafter],
+    requests: list[Request],
+    tokens: int,
+    temperature: float,
+    progress: Progress,
 ) -> Iterator[Run]:
     """Answers of every prompt, the drafters in turn."""
     assert pair.head is not None
-    arms, k = drafters(pair, pair.head), pair.head.shape.n_predict
+    k = pair.head.shape.n_predict
     for i, request in enumerate(requests):
         for name, drafter in arms.items():
             eos_ids, generator = pair.model.arch.eos_ids, torch.Generator().manual_seed(i)
@@ -95,6 +133,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--draft", action="append", default=[], metavar="NAME=FOLDER")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -104,20 +143,29 @@ def main() -> None:
     spec = BenchmarkSpec(per_category=options.per_category, categories=CATEGORIES, max_new_tokens=options.tokens)
     requests = load_requests(spec, pair.model.tokenizer, 1024 - options.tokens)[0]
     facts = read_config(options.pair / "draft")["qspec"]
+    folders = {name: Path(folder) for name, _, folder in (entry.partition("=") for entry in options.draft)}
+    arms = models(pair, folders) if folders else drafters(pair, pair.head)
     rows: list[dict[str, Any]] = []
-    for kind, rates in facts["held_out"].items():
+    for name, folder in folders.items():
+        rows += curve_rows(name, folder)
+    for kind, rates in ({} if folders else facts["held_out"]).items():
         temperature = 0.0 if kind == "greedy" else 1.0
         held = {"category": "held-out answers, teacher-forced", "temperature": temperature}
         rows += [{"drafter": f"head {i + 1}", **held, "alpha": rate} for i, rate in enumerate(rates)]
     for temperature in options.temperatures:
         progress.stage(f"temperature {temperature:g}")
-        rows += rows_of(list(measured(pair, requests, options.tokens, temperature, progress)), requests)
+        rows += rows_of(list(measured(pair, arms, requests, options.tokens, temperature, progress)), requests)
     progress.close()
     run = {"engine": engine_name(pair.target), "torch threads": str(torch.get_num_threads())}
     run |= {"max_new_tokens": str(options.tokens), "drafted": str(pair.head.shape.n_predict)}
-    write_baseline(BASELINE, environment() | run, rows)
+    conditions = environment() | run
+    if folders:  # beside what was measured before: acceptance does not depend on the machine
+        kept = json.loads(BASELINE.read_text())
+        conditions, before = kept["environment"], [row for row in kept["rows"] if row["drafter"] not in arms]
+        rows = [*before, *rows]
+    write_baseline(BASELINE, conditions, rows)
     for row in rows:
-        if row["category"] in ("all", "chat"):
+        if row["category"] in ("all", "chat") and row["drafter"] in arms:
             print(row)
 
 
