@@ -63,6 +63,9 @@ class Letters:
     def fingerprint(self) -> str:
         return "letters"
 
+    def parts(self) -> dict[str, Any]:
+        return {"chat template": "turns"}
+
     def save(self, folder: Path) -> None:
         raise NotImplementedError
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.bridges.text import calibration_rows, requests
 from qspec.nn.lm import StatefulLM
+from qspec.numerics.affine import quantize_activation_dynamic
+from qspec.numerics.formats import FP8_E4M3
 from qspec.numerics.probs import sample
 from qspec.progress import Progress
 from qspec.records import Tokenizer
@@ -26,6 +28,8 @@ from qspec.spec.types import draw_uniforms
 TEXT, ANSWERS = "text", "answers"
 _SEQUENCES = 64
 """Sequences of a file."""
+_SCALES = "hidden_scale"
+"""Beside states that are kept as codes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def make_data(
                 made = read_rows(lm, parts[i], spec)
                 if name == ANSWERS:
                     made = answer(lm, parts[i], spec, eos_ids, torch.Generator().manual_seed(seed * 100_003 + i))
-                _write(path, list(made))
+                _write(path, list(made), spec)
                 progress.say(f"{path.name} of {len(parts)}")
 
 
@@ -182,11 +186,14 @@ def _sequences(path: Path) -> Iterator[Rollout]:
     prompts = list(torch.zeros(0, dtype=torch.int32).split([0] * len(counts)))
     if "prompts" in stored:  # heads do without, and older data has none
         prompts = stored["prompts"].split(stored["prompt_lengths"].tolist())
-    tokens, hidden, ids, probs = (stored[name].split(counts) for name in ("tokens", "hidden", "ids", "probs"))
-    yield from map(Rollout, tokens, hidden, ids, probs, stored["greedy"].tolist(), prompts)
+    tokens, ids, probs = (stored[name].split(counts) for name in ("tokens", "ids", "probs"))
+    hidden = stored["hidden"]
+    if _SCALES in stored:
+        hidden = (hidden.float() * stored[_SCALES]).half()
+    yield from map(Rollout, tokens, hidden.split(counts), ids, probs, stored["greedy"].tolist(), prompts)
 
 
-def _write(path: Path, made: list[Rollout]) -> None:
+def _write(path: Path, made: list[Rollout], spec: TrainingData) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.partial")
     write_tensors(
@@ -197,12 +204,20 @@ def _write(path: Path, made: list[Rollout]) -> None:
             "prompt_lengths": torch.tensor([len(one.prompt_P) for one in made]),
             "prompts": torch.cat([one.prompt_P for one in made]),
             "tokens": torch.cat([one.tokens_T for one in made]).int(),
-            "hidden": torch.cat([one.hidden_TH for one in made]),
             "ids": torch.cat([one.ids_TK for one in made]),
             "probs": torch.cat([one.probs_TK for one in made]),
+            **_states(torch.cat([one.hidden_TH for one in made]), spec),
         },
     )
     part.replace(path)
+
+
+def _states(hidden_MH: Tensor, spec: TrainingData) -> dict[str, Tensor]:
+    """As `spec.states` says: in float16, or as codes with a scale each."""
+    if spec.states == "float16":
+        return {"hidden": hidden_MH}
+    codes_MH, scale_M1 = quantize_activation_dynamic(hidden_MH.float(), FP8_E4M3)
+    return {"hidden": codes_MH, _SCALES: scale_M1}
 
 
 def _parts(rows: list[list[int]]) -> list[list[list[int]]]:

@@ -60,7 +60,7 @@ def draft_findings(pair: PlannedPair, draft: PlannedHalf) -> Iterator[Finding]:
     if draft.arch.max_positions < pair.max_length:
         rule = f"the draft knows {draft.arch.max_positions:,} positions, the pair {pair.max_length:,}"
         yield Finding("note", "long contexts", rule, "beyond the draft's positions decoding is plain")
-    if draft.bytes.head_share > 0.2 and not draft.arch.tied:
+    if draft.bytes.head_share > 0.2 and not draft.arch.tied and draft.schemes.get("lm_head") is None:
         rule = f"is {draft.bytes.head_share:.0%} of the bytes a draft step reads, and cannot change the output"
         yield Finding("note", "draft lm_head", rule, "quantize it too with draft.quantization.ignore: []")
 

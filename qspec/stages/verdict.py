@@ -3,14 +3,16 @@
 import math
 
 from qspec.numerics.paired import shown_sign
-from qspec.schema.results import BatchSpeed, Equality, Fidelity, Ratio, Results, Speed, TaskResult
+from qspec.schema.results import Acceptance, BatchSpeed, Equality, Fidelity, Ratio, Results, Speed, TaskResult
 from qspec.stages.budgets import budget_findings
 from qspec.stages.document import Finding, Tone, interval, number, percent, percents, times
 from qspec.stages.prove import CERTAIN
-from qspec.stages.speed_arms import at, plain_of
+from qspec.stages.speed_arms import at, pair_arm, plain_of
 
 MANY_CUT = 0.2
 """Share of truncated answers from which a score is called weak evidence."""
+LEAST_KEPT = 0.9
+"""Share of the original's tokens per step, below which a pair's drafts are called spoilt."""
 LOSS, NO_GAIN = "loss", "no gain"
 TONES: dict[int, Tone] = {1: "good", 0: "open", -1: "bad"}
 
@@ -19,7 +21,7 @@ def findings(results: Results) -> list[Finding]:
     """The verdict, most important first: losslessness, accuracy, budgets, speed. What did not pay: `negatives`."""
     found, speed = list[Finding](), results.speed
     if speed is not None:
-        found += losslessness(speed)
+        found += [*losslessness(speed), *lost_acceptance(speed)]
     found += [_task(task) for task in results.accuracy.tasks]
     if results.accuracy.fidelity is not None:
         found.append(_fidelity(results.accuracy.fidelity))
@@ -40,8 +42,10 @@ def negatives(results: Results) -> list[Finding]:
 
 
 def blockers(results: Results) -> list[str]:
-    """What speaks against giving a pair to others: drafts that change the output, and budgets that were missed."""
-    told = losslessness(results.speed) if results.speed else []
+    """What speaks against giving a pair to others: drafts that change the output or that rounding has spoilt, budgets
+    that were missed.
+    """
+    told = [*losslessness(results.speed), *lost_acceptance(results.speed)] if results.speed else []
     return [finding.text for finding in [*told, *budget_findings(results)] if finding.tone == "bad"]
 
 
@@ -57,6 +61,29 @@ def losslessness(speed: Speed) -> list[Finding]:
         return [*found, Finding("bad", text)]
     text = f"sampled texts: no difference detected between drafts and none, permutation p = {law.p_value:.2g} ({n})"
     return [*found, Finding("good", text)]
+
+
+def lost_acceptance(speed: Speed) -> list[Finding]:
+    """Drafts of the pair that fare worse than those on the original: rounding, or a kernel, has spoilt a layer."""
+    if not speed.arms:
+        return []
+    own, first = pair_arm(speed), speed.arms[0].arm
+    before = next((arm for arm, base in plain_of(speed).items() if base == first and arm != own), None)
+    pooled = {(a.arm, a.temperature): a for a in speed.acceptance if a.category == "all"}
+    both = [(pooled.get((before or "", temperature)), a) for (arm, temperature), a in pooled.items() if arm == own]
+    return [finding for base, a in both if base is not None and (finding := _spoilt(base, a)) is not None]
+
+
+def _spoilt(before: Acceptance, after: Acceptance) -> Finding | None:
+    kept = after.tokens_per_step / before.tokens_per_step
+    if kept >= LEAST_KEPT:
+        return None
+    (low, _), (_, high) = (a.tokens_per_step_ci or (1.0, math.inf) for a in (before, after))
+    told = f"{number(after.tokens_per_step)} tokens per step against {number(before.tokens_per_step)} of {before.arm}"
+    text = f"{after.arm}: {told}{at(after.temperature)}: rounding spoils the drafts"
+    if high / low < LEAST_KEPT:
+        return Finding("bad", text, LOSS)
+    return Finding("open", f"{text}, or noise", NO_GAIN)
 
 
 def lossless(equality: Equality) -> Finding:
@@ -78,6 +105,9 @@ def _task(task: TaskResult) -> Finding:
     caution = f"; {percent(cut)} of the answers were cut at the token limit, so the score says little" * (
         cut > MANY_CUT
     )
+    asked = task.original.condition
+    if asked.get("has_chat_template") and not asked.get("chat_template"):
+        caution += "; the model was asked without its chat template"
     return Finding(TONES[sign], f"{task.task} ({task.backend}): {task.verdict}{caution}")
 
 

@@ -42,6 +42,7 @@ def evaluate_folder(folder: Path, task: TaskSpec) -> Scores:
     cuts = Cuts()
     model = folder_model(folder, cuts)
     condition: dict[str, Scalar] = {"bos": bool(model.tok_encode("")), "context": model.max_length}
+    condition["has_chat_template"] = bool(model.tokenizer.chat_template)
     return run(model, cuts, task, condition | LOSES)
 
 
@@ -51,6 +52,7 @@ LOSES: dict[str, Scalar] = {"truncation": "a prompt too long loses its beginning
 def _condition(asked: Asked, context: int) -> dict[str, Scalar]:
     tokenizer = asked.tokenizer
     own: dict[str, Scalar] = {"bos": bool(tokenizer.encode("")), "context": context}
+    own["has_chat_template"] = bool(tokenizer.parts()["chat template"])
     return own | {"tokenizer": tokenizer.fingerprint()[:16]} | LOSES
 
 
