@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from qspec.errors import IntegrityError
-from qspec.schema.problems import validate
+from qspec.schema.problems import short, validate
 from qspec.schema.quantization import Strict
 
 FORMAT_VERSION: Literal[1] = 1
@@ -24,11 +24,13 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 def _inside(path: str) -> str:
     """A relative POSIX path that stays inside the pair and is not the manifest."""
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or "\\" in path or ".." in parts or "\0" in path or path == NAME:
-        raise ValueError(f"{path!r} is no path inside the pair; use a relative path such as target/config.json")
+    parts, shown = PurePosixPath(path).parts, short(path)
+    if not parts or path.startswith("/") or "\\" in path or ".." in parts or path == NAME:
+        raise ValueError(f"{shown} is no path inside the pair; use a relative path such as target/config.json")
+    if not path.isprintable():
+        raise ValueError(f"{shown} holds characters that do not print; use a plain name")
     if str(PurePosixPath(path)) != path:
-        raise ValueError(f"{path!r} is not in its shortest form; write {PurePosixPath(path)}")
+        raise ValueError(f"{shown} is not in its shortest form; write {short(str(PurePosixPath(path)))}")
     return path
 
 
@@ -106,6 +108,9 @@ class Manifest(Strict):
         paths = [f.path for f in files]
         if paths != sorted(set(paths)):
             raise ValueError("files must be sorted by path, each once; sort them")
+        folders = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
+        if both := folders.intersection(paths):
+            raise ValueError(f"{short(min(both))} is a file and a folder; rename one of them")
         return files
 
     def dump(self) -> bytes:
@@ -123,10 +128,16 @@ class Manifest(Strict):
             raise IntegrityError(NAME, "is not JSON", fix) from None
         if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
             version = data.get("format_version") if isinstance(data, dict) else None
-            raise IntegrityError(f"{NAME}: format_version {version!r}", f"must be {FORMAT_VERSION}", fix)
+            newer = type(version) is int and version > FORMAT_VERSION
+            fix = "it is from a newer qspec: update this one" if newer else fix
+            raise IntegrityError(f"{NAME}: format_version {short(version)}", f"must be {FORMAT_VERSION}", fix)
         data.pop("digest", None)
         manifest = validate(cls, data, NAME, IntegrityError)
-        if manifest.dump() != raw:
+        try:
+            same = manifest.dump() == raw
+        except (ValueError, RecursionError):  # numbers and characters that our JSON has not
+            same = False
+        if not same:
             raise IntegrityError(NAME, rule, fix)
         return manifest
 

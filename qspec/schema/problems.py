@@ -135,9 +135,10 @@ def _given(problem: Any) -> str:
     """The offending value, where showing it helps."""
     if problem["type"] in ("missing", "extra_forbidden", "value_error", "union_tag_not_found"):
         return ""
-    return f" {_short(problem['ctx']['tag'] if problem['type'] == 'union_tag_invalid' else problem['input'])}"
+    return f" {short(problem['ctx']['tag'] if problem['type'] == 'union_tag_invalid' else problem['input'])}"
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value as a message shows it."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

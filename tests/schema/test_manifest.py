@@ -56,7 +56,9 @@ def test_cut_or_lengthened_files_are_refused(cut: int, tail: bytes):
             Manifest.parse(damaged)
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"null", b"\xff", b'{"format_version": 2}', b'{"format_version": 1}'])
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"[" * 100_000, b"null", b"\xff", b'{"format_version": 2}', b'{"format_version": 1}']
+)
 def test_other_files_are_refused_in_one_line(raw: bytes):
     """Would catch a traceback for a file that is no manifest, or one of a later version read as this one."""
     with pytest.raises(IntegrityError) as caught:
@@ -65,7 +67,8 @@ def test_other_files_are_refused_in_one_line(raw: bytes):
 
 
 @pytest.mark.parametrize(
-    "path", ["/etc/passwd", "../x", "a/../../x", "a\\b", "", ".", "a//b", "./a", "a/", "pair.json", "a\0b"]
+    "path",
+    ["/etc/passwd", "../x", "a/../../x", "a\\b", "", ".", "a//b", "./a", "a/", "pair.json", "a\0b", "a\x1b[2J", "a\nb"],
 )
 def test_paths_stay_inside_the_pair(path: str):
     """Would catch a manifest that makes `check` read, or a download write, outside the pair's folder."""
@@ -79,6 +82,13 @@ def test_files_are_listed_once_in_order():
     for files in ((entry, entry), (entry, FileEntry(path="a", bytes=1, sha256=SHA))):
         with pytest.raises(ValidationError, match="sorted by path"):
             manifest(files=files)
+
+
+def test_no_file_is_a_folder_of_another():
+    """Would catch a download that stops half-way because a folder cannot be made where a file lies."""
+    names = ("target", "target/config.json")
+    with pytest.raises(ValidationError, match="is a file and a folder"):
+        manifest(files=tuple(FileEntry(path=path, bytes=1, sha256=SHA) for path in names))
 
 
 def test_written_file_survives_the_disk(tmp_path: Path):
