@@ -348,9 +348,7 @@ def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed 
     notes = {"target": pair.model.notes}
     if pair.draft_model is not None:
         notes["draft"] = pair.draft_model.notes
-    elsewhere = (
-        f"Speed was not measured: this run had no GPU, and the pair is for {recipe.device} (measure it there)."
-    )
+    elsewhere = f"Speed was not measured: this run had no GPU, and the pair is for {recipe.device} (measure it there)."
     return Results(
         name=recipe.name,
         recipe=recipe.as_dict(),

@@ -44,6 +44,13 @@ class CudaCache:
                 if isinstance(x, Tensor):
                     yield (x.view(torch.uint8) if x.element_size() == 1 else x)[slot]
 
+    @staticmethod
+    def bytes_of(model: CudaModel, sequences: int, length: int) -> int:
+        """What a cache would take."""
+        a, width = model.arch, model.dtype.itemsize if model.kv is None else model.kv.storage.itemsize
+        scales = 4 if model.kv is not None and not model.kv_scales else 0
+        return 2 * sequences * a.n_layers * a.n_kv_heads * (length + 1) * (a.head_dim * width + scales)
+
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for slot in range(self.sequences) for x in self.stored(slot))

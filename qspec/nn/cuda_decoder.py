@@ -15,6 +15,7 @@ from torch import Tensor
 from qspec.errors import RecipeError
 from qspec.nn.cuda_cache import CudaCache
 from qspec.nn.cuda_model import CudaModel, load
+from qspec.nn.cuda_offload import offloaded
 from qspec.nn.cuda_pass import NODES, Inputs, Passes, batch_bucket, head, row_bucket
 from qspec.nn.states import States
 from qspec.numerics.trees import Parents, depths
@@ -64,13 +65,18 @@ class CudaDecoder:
         max_length: int | None = None,
         sequences: int = 1,
         device: torch.device | str = "cuda",
+        memory_limit: int | None = None,
     ) -> Self:
         """Pack a model onto a device, with room for `sequences` of `max_length` positions; forks beyond make more.
 
-        Raises `RecipeError` for what `cuda_model.obstacle` names.
+        memory_limit: bytes on the device that weights and cache may take; layers beyond it wait in host memory.
+        Raises `RecipeError` for what `cuda_model.obstacle` names, and for a limit that is too small.
         """
-        packed = load(model, torch.device(device), dtype)
-        return cls(Pool(packed, max_length or model.arch.max_positions, sequences))
+        place, length = torch.device(device), max_length or model.arch.max_positions
+        packed = load(model, place if memory_limit is None else torch.device("cpu"), dtype)
+        if memory_limit is not None:
+            packed = offloaded(packed, place, memory_limit - CudaCache.bytes_of(packed, sequences, length))
+        return cls(Pool(packed, length, sequences))
 
     @property
     def device(self) -> torch.device:

@@ -1,6 +1,6 @@
 """A model's weights on a CUDA device, merged and packed for `ops.cuda`: what `nn.cuda_decoder` runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,7 +59,7 @@ class CudaModel:
     arch: ArchMap
     dtype: torch.dtype
     embed_VH: Tensor
-    layers: tuple[CudaLayer, ...]
+    layers: Iterable[CudaLayer]
     norm: Tensor
     head: Matrix
     kv: NumFormat | None = None
