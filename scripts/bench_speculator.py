@@ -159,10 +159,10 @@ def main() -> None:
     run = {"engine": engine_name(pair.target), "torch threads": str(torch.get_num_threads())}
     run |= {"max_new_tokens": str(options.tokens), "drafted": str(pair.head.shape.n_predict)}
     conditions = environment() | run
-    if folders:  # beside what was measured before: acceptance does not depend on the machine
+    if folders:  # beside what was measured before: acceptance does not depend on when it was, times do
         kept = json.loads(BASELINE.read_text())
         conditions, before = kept["environment"], [row for row in kept["rows"] if row["drafter"] not in arms]
-        rows = [*before, *rows]
+        rows = [*before, *({key: row[key] for key in row if not key.endswith("_ms")} for row in rows)]
     write_baseline(BASELINE, conditions, rows)
     for row in rows:
         if row["category"] in ("all", "chat") and row["drafter"] in arms:
