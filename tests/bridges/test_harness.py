@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,6 +99,21 @@ def test_rolling_loglikelihoods_equal_those_of_transformers(ours: Any, theirs: A
     mine = ours.loglikelihood_rolling(_requests("loglikelihood_rolling", *texts))
     reference = theirs.loglikelihood_rolling(_requests("loglikelihood_rolling", *texts), disable_tqdm=True)
     assert mine == pytest.approx(reference, rel=1e-5)  # sums of up to 300 terms
+
+
+def test_a_text_begins_as_for_the_harness(folder: Path, tmp_path: Path):
+    """Would catch a stop token in front of texts where the tokenizer has a BOS but adds none."""
+    silent = tmp_path / "silent"
+    shutil.copytree(folder, silent)
+    told = json.loads((silent / "tokenizer.json").read_text(encoding="utf-8"))
+    (silent / "tokenizer.json").write_text(json.dumps(told | {"post_processor": None}), encoding="utf-8")
+    model = load_folder(silent)
+    assert model.tokenizer.encode("") == []
+    mine = models.asked_model(Engine(Decoder.from_float(model), model.tokenizer, EOS), QUIET)
+    reference = models.folder_model(silent, Cuts())
+    assert mine.prefix_token_id == reference.prefix_token_id
+    asked = _requests("loglikelihood_rolling", ("The quick brown fox jumps over the lazy dog. ",))
+    assert mine.loglikelihood_rolling(asked) == pytest.approx(reference.loglikelihood_rolling(asked, True), rel=1e-5)
 
 
 @pytest.mark.parametrize("until", [[], ["\n\n"], [" the", "e"], ["</s>"], ["</s>", "o"]])

@@ -29,8 +29,13 @@ class Prompts:
 
     @property
     def prefix_id(self) -> int:
-        """Token in front of a text without context: BOS where the tokenizer adds one, else a stop token."""
-        return next(iter([*self.tokenizer.encode(""), *sorted(self.eos_ids)]), 0)
+        """Token in front of a text without context, as for lm-eval's own models: BOS, where there is none a stop token.
+
+        A tokenizer may have a BOS without adding it to what it encodes.
+        """
+        bos = self.tokenizer.parts()["special tokens"].get("bos_token")
+        named = [self.tokenizer.vocabulary()[bos]] if bos else []
+        return next(iter([*self.tokenizer.encode(""), *named, *sorted(self.eos_ids)]), 0)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt; a text that already begins with BOS gets no second one."""
