@@ -183,18 +183,26 @@ def plan(
 def tune(
     recipe: RecipeFile,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Predict another device from its data sheet; nothing is run there: h100, b200, …")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Find the fastest pair within the recipe's budget: pieces are measured, pairs predicted, the best ones run.
 
     The space is the recipe's tune section; qspec plan shows it. Run it again to go on where it was killed. Writes
-    recipe.yaml, the job of the chosen pair, and predicted beside measured in tune.html and tune.json.
+    recipe.yaml, the job of the chosen pair, and predicted beside measured in tune.html and tune.json. With --device
+    acceptance and KL are measured here, and speed is predicted for that device: what-if-DEVICE.html and .json.
     """
     from qspec.schema.recipe import Recipe
-    from qspec.tune_pair import tune as search
+    from qspec.tune_pair import tune as search, what_if
 
     job = Recipe.read(recipe, tuple(overrides or ()))
     folder = out or Path("runs") / job.name
+    if device is not None:
+        print(what_if(job, device, folder).why)
+        print(f"{folder}/what-if-{device}.html: predicted, nothing was run there")
+        return
     print(search(job, folder).why)
     print(f"{folder}/recipe.yaml: the chosen pair; make it: qspec run {folder}/recipe.yaml")
 

@@ -1,7 +1,6 @@
 """The best pair for a budget: pieces measured once, every combination predicted, the best ones run to confirm it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 import json
@@ -12,6 +11,7 @@ from qspec.pipeline import Calibration, Originals, load_originals, quantized_hal
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
 from qspec.records import LoadedModel, QuantizedModel
+from qspec.schema.devices import read_device
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe
 from qspec.spec.types import Sampling
@@ -19,14 +19,17 @@ from qspec.stages import report_html
 from qspec.stages.bench import load_requests
 from qspec.stages.bench_arm import Arm, Request, Run
 from qspec.stages.open_pair import compute_dtype
-from qspec.stages.tune_answer import Answer
+from qspec.stages.tune_answer import Answer, answer, pick
 from qspec.stages.tune_confirm import confirm, finalists, speed_of
 from qspec.stages.tune_halves import Halves
+from qspec.stages.tune_layers import Lowered, Lowering, ladders
 from qspec.stages.tune_measure import Pieces
 from qspec.stages.tune_page import Confirmed, Outcome, as_data, document
 from qspec.stages.tune_pieces import Journal
 from qspec.stages.tune_predict import Model
 from qspec.stages.tune_space import space_of
+from qspec.stages.tune_tasks import asked, measure_tasks
+from qspec.stages.tune_whatif import WhatIf, on_device, predict_device
 
 
 class Study:
@@ -49,17 +52,25 @@ class Study:
         prompts = [request.tokens for request in self._requests[0]]
         return Pieces(self.halves, prompts, law, Journal(self.out / "pieces"), self.progress)
 
-    def answer(self, model: Model) -> Answer:
-        """Every combination predicted: additive pieces make that cheap, so nothing has to be sampled."""
-        every = []
-        for target, draft in self.space.pairs:
-            for gamma in self.space.lengths(draft):
-                every.append(model.predict(target, draft, gamma, self.space.resident(target, draft)))
-        found = Answer(tuple(every), self.recipe.budget, {1: 0})
-        if found.chosen.gamma == 0:
-            return found
-        pair = found.chosen.target, found.chosen.draft
-        return replace(found, by_batch=model.schedule(*pair, self.space.lengths(pair[1]), self.spec.batches))
+    def search(self) -> tuple[Answer, list[Lowered]]:
+        """All pieces, every prediction; with drafts lowered layer by layer, all forms are timed again beside them."""
+        model, budget = self.pieces.model(), self.recipe.budget
+        first = answer(self.space, model, budget)
+        lowered = self.lower_layers(model, first)
+        return (answer(self.space, self.pieces.model(), budget) if lowered else first), lowered
+
+    def lower_layers(self, model: Model, first: Answer) -> list[Lowered]:
+        """Drafts lowered layer by layer, each beside the target that it is best with; they join the space."""
+        found = []
+        for ladder in ladders(self.space) if self.spec.layers is not None else []:
+            labels = {form.label for form in (*ladder.layers, *ladder.heads)}
+            rows = [p for p in first.every if p.draft in labels]
+            if rows and self.spec.layers is not None:
+                target = pick(rows, self.recipe.budget)[0].target
+                found.append(Lowering(self.pieces, model, ladder, target).search(self.spec.layers))
+        for lowered in found:
+            self.space = self.halves.space = self.space.with_draft(lowered.ladder.name, lowered.draft)
+        return found
 
     def confirm(self, arms: Mapping[str, Arm]) -> dict[str, list[Run]]:
         """Every arm answers the prompts that acceptance was not measured on."""
@@ -103,23 +114,38 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome
     """
     if recipe.device != "cpu":
         rule = "is not here, and passes are timed where they will run"
-        raise RecipeError(
-            f"device {recipe.device}", rule, "set device: cpu, or see what `qspec plan` predicts from data sheets"
-        )
+        fix = f"set device: cpu, or predict it from its data sheet with --device {recipe.device}"
+        raise RecipeError(f"device {recipe.device}", rule, fix)
     study = Study(recipe, out, progress)
-    answer = study.answer(study.pieces.model())
-    chosen = finalists(answer, study.spec.confirm)
+    predicted, lowered = study.search()
+    chosen = finalists(predicted, study.spec.confirm, [(found.target, found.ladder.name) for found in lowered])
     runs = study.confirm({p.name: study.halves.arm(p.target, p.draft, p.gamma) for p in chosen})
-    found = Outcome(answer, tuple(Confirmed(p, *speed_of(runs[p.name])) for p in chosen), study.space.pruned)
+    tasks = measure_tasks(study.pieces, asked(predicted, study.spec.evaluate))
+    confirmed = tuple(Confirmed(p, *speed_of(runs[p.name])) for p in chosen)
+    found = Outcome(predicted, confirmed, study.space.pruned, tuple(lowered), tasks)
     _write(study, found)
     study.progress.close()
     return found
 
 
+def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = None) -> WhatIf:
+    """What another device would make of the recipe's space, in `out/what-if-DEVICE.json` and `.html`.
+
+    Acceptance and KL are measured here and kept in `out`, seconds follow from a data sheet; nothing is confirmed.
+    Raises `RecipeError` for a device without one.
+    """
+    study = Study(on_device(recipe, device), out, progress)
+    found = predict_device(study.pieces, read_device(device))
+    atomic_write(out / f"what-if-{device}.json", json.dumps(found.as_data(), indent=1) + "\n")
+    atomic_write(out / f"what-if-{device}.html", report_html.render(found.document(recipe.name)))
+    study.progress.close()
+    return found
+
+
 def _write(study: Study, found: Outcome) -> None:
-    best, answer, out = found.chosen.prediction, found.answer, study.out
+    best, predicted, out = found.chosen.prediction, found.answer, study.out
     job = study.space.recipe_of(best.target, best.draft, best.gamma)
-    atomic_write(out / "recipe.yaml", scheduled(job, answer.schedule if best == answer.chosen else []).dump())
+    atomic_write(out / "recipe.yaml", scheduled(job, predicted.schedule if best == predicted.chosen else []).dump())
     atomic_write(out / "tune.json", json.dumps(as_data(found) | {"environment": environment()}, indent=1) + "\n")
     atomic_write(out / "tune.html", report_html.render(document(found, study.recipe.name)))
 

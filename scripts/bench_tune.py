@@ -37,12 +37,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     study = Study(Recipe.read(options.recipe), WORK, Progress())
-    answer = study.answer(study.pieces.model())
-    chosen = finalists(answer, study.spec.confirm)
+    answer, lowered = study.search()
+    chosen = finalists(answer, study.spec.confirm, [(found.target, found.ladder.name) for found in lowered])
     arms = {p.name: study.halves.arm(p.target, p.draft, p.gamma) for p in chosen}
     arms |= {name: study.halves.arm(*of, 0) for name, of in ALONE.items()}
     speeds = {name: speed_of(runs) for name, runs in study.confirm(arms).items()}
-    found = Outcome(answer, tuple(Confirmed(p, *speeds[p.name]) for p in chosen), study.space.pruned)
+    found = Outcome(answer, tuple(Confirmed(p, *speeds[p.name]) for p in chosen), study.space.pruned, tuple(lowered))
     harm = {p.target: p.kl for p in answer.every} | {ORIGINAL: 0.0}
     alone = [
         {"name": name, "measured_tok_s": speeds[name][0], "measured_ci": speeds[name][1], "kl": harm[target]}

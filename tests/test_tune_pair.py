@@ -1,23 +1,31 @@
 """A whole search on a tiny model; times are what varies, so answers are compared on kept pieces."""
 
+from dataclasses import replace
+from itertools import product
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from qspec import tune_pair
+from qspec.bridges.harness import Sample, Scores
 from qspec.errors import RecipeError
+from qspec.numerics.lowering import path
 from qspec.schema.recipe import Recipe
+from qspec.schema.tuning import LayersSpec
 from qspec.spec.types import Sampling
-from qspec.stages import tune_measure
+from qspec.stages import tune_measure, tune_tasks
 from qspec.stages.preview import preview
 from qspec.stages.preview_text import render
 from qspec.stages.tune_answer import Answer, pick
+from qspec.stages.tune_layers import Lowering, ladders
 from qspec.stages.tune_page import Confirmed, Outcome, as_data
 from qspec.stages.tune_predict import DraftPiece, Model, Rounds, TargetPiece
 from qspec.stages.tune_rounds import bookkeeping
-from qspec.stages.tune_space import space_of
+from qspec.stages.tune_space import PLAIN, space_of
+from qspec.stages.tune_tasks import measure_tasks
 from tests.jobs import job
 from tests.tiny import tiny_model
 
@@ -149,3 +157,126 @@ def test_budgets_exclude_and_the_nearest_is_named(tmp_path: Path, model: Path) -
     chosen, fits = pick(every, tight)
     assert not fits
     assert chosen.seconds == min(p.seconds for p in every)
+
+
+SCHEMES = {"W8A8": {"scheme": "W8A8"}, "W4A16": {"scheme": "W4A16", "group_size": 32}}
+
+
+@pytest.fixture
+def lowering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lowering:
+    """The search for a self draft of three layers, with given times: INT4 layers are faster, and so is an INT8 head."""
+    three = tiny_model("llama", tmp_path / "model", num_hidden_layers=3)
+    layers = {"floor": 0.0, "patience": 99}
+    tune = {"draft_schemes": SCHEMES, "draft_heads": ["float", "W8A8"], "layers": layers}
+    study = tune_pair.Study(tuned(tmp_path, three, tune=tune), tmp_path / "out")
+
+    def given(lms: dict[str, Any], rows: list[int], batches: list[int], *_: Any) -> Any:
+        def seconds(name: str) -> float:
+            return 1.0 - 0.3 * ("W4A16" in name) - 0.2 * ("head W8A8" in name)
+
+        return {n: {str(b): {str(r): [seconds(n) * (1 + r / 9)] * 3 for r in rows} for b in batches} for n in lms}
+
+    monkeypatch.setattr(tune_measure, "pass_times", given)
+    model = study.pieces.model()
+    (ladder,) = ladders(study.space)
+    return Lowering(study.pieces, model, ladder, next(iter(study.space.targets)))
+
+
+def test_layers_are_lowered_as_brute_force_would(lowering: Lowering) -> None:
+    """Losses booked to the wrong layer, or codes taken from another one's form: all states of 3 layers and a head."""
+    every = list(product(range(2), repeat=4))
+    said = {levels: lowering._measured(levels) for levels in every}
+    found = lowering.search(LayersSpec(floor=0.0, patience=99))
+    assert [stop.levels for stop in found.stops] == path(
+        [[0.0, said[0, 0, 0, 0][0] - said[tuple(int(i == u) for i in range(4))][0]] for u in range(4)],
+        [[0.0, -0.1]] * 3 + [[0.0, -0.2]],
+    )
+    assert all((stop.acceptance, stop.value) == said[stop.levels] for stop in found.stops)
+    assert found.chosen.value == max(said[stop.levels][1] for stop in found.stops)
+    assert found.chosen.value >= max(said[levels][1] for levels in [(0,) * 4, (1,) * 4])
+    assert found.sizes == tuple(sorted(found.sizes, reverse=True))
+
+
+@pytest.mark.parametrize("levels", [(0, 1, 0, 1), (1, 0, 0, 0), (1, 1, 1, 1)])
+def test_a_mix_is_what_its_rules_make(lowering: Lowering, levels: tuple[int, ...]) -> None:
+    """A searched draft that the chosen recipe does not reproduce: codes and answers must be those of its rules."""
+    halves = lowering._halves
+    mixed = lowering.mixed(levels)
+    made = halves._quantize(halves.target, lowering.spec(levels), "made")
+    assert set(mixed.linears) == set(made.linears)
+    for name, linear in made.linears.items():
+        assert torch.equal(mixed.linears[name].weight.codes, linear.weight.codes)
+    tokens = torch.arange(9)
+    assert torch.equal(halves.opened(mixed).forward(tokens), halves.opened(made).forward(tokens))
+
+
+def test_a_search_by_layers_ends_in_rules_of_the_recipe(tmp_path: Path, model: Path) -> None:
+    """A lowered draft that is not confirmed, or is lost when a killed search goes on."""
+    tune = {"draft_schemes": SCHEMES, "layers": {"floor": 0.0, "patience": 99}}
+    recipe, out = tuned(tmp_path, model, tune=tune), tmp_path / "out"
+    first = tune_pair.tune(recipe, out)
+    (lowered,) = first.lowered
+    assert any(c.prediction.draft == lowered.ladder.name for c in first.confirmed)
+    kept = json.loads((out / "tune.json").read_text())["layers"][0]
+    assert len(kept["curve"]) == len(lowered.stops)
+    assert lowered.ladder.name in (out / "tune.html").read_text()
+    assert tune_pair.tune(recipe, out).why == first.why
+
+
+def test_another_device_is_predicted_in_the_order_of_its_bytes(tmp_path: Path, model: Path) -> None:
+    """Passes of this machine told as another one's; a format that the device refuses; numbers that look measured."""
+    schemes = {name: {"scheme": name} for name in ("none", "FP8_DYNAMIC", "W8A8")}
+    kv = {"float": None, "fp8": {"format": "fp8_e4m3", "scales": "cast"}}
+    tune = {"targets": schemes, "target_kv": kv, "contexts": [128], "draft_heads": ["float"]}
+    recipe, out = tuned(tmp_path, model, tune=tune), tmp_path / "out"
+    found = tune_pair.what_if(recipe, "h100", out)
+    assert list(found.answers) == [16, 128]
+    speeds = {
+        context: {p.target: 1 / p.seconds for p in answer.every if p.gamma == 0}
+        for context, answer in found.answers.items()
+    }
+    for at in speeds.values():
+        assert at["FP8_DYNAMIC/float"] > at["none/float"]
+        assert at["none/fp8"] > at["none/float"]
+    assert all(speeds[128][name] < speeds[16][name] for name in speeds[16])
+    assert {p.kl for p in found.answers[16].every if p.target == "none/float"} == {0.0}
+    kept = json.loads((out / "what-if-h100.json").read_text())
+    assert kept["predicted"]
+    assert kept["confirmed"] == []
+    assert "measured_tok_s" not in json.dumps(kept)
+    faster = tune_pair.what_if(recipe, "h200", out).answers[16].chosen
+    assert faster.seconds < found.answers[16].chosen.seconds
+    newest = tune_pair.what_if(recipe, "b200", out)
+    assert any("W8A8" in name for name, _ in newest.pruned)
+    assert not any(p.target.startswith("W8A8") for p in newest.answers[16].every)
+    with pytest.raises(RecipeError, match="data sheet"):
+        tune_pair.what_if(recipe, "cpu", out)
+
+
+def test_tasks_are_paired_with_the_original_and_can_rule_a_target_out(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that answers worse than the budget allows and is chosen for its speed; an original asked twice."""
+    task, tune = {"name": "toy", "backends": ["qspec"]}, {"evaluate": 1, "drafts": {"ngram": {"kind": "ngram"}}}
+    evaluation = {"fidelity": None, "tasks": [task]}
+    recipe = tuned(tmp_path, model, tune=tune, evaluation=evaluation, budget={"min_recovery": 0.9})
+    study = tune_pair.Study(recipe, tmp_path / "out")
+    arms: list[Any] = []
+
+    def asked(lm: Any, *_: Any) -> Scores:
+        arms.append(lm)
+        right = [1.0] * 10 if lm is study.halves.original else [1.0] * 8 + [0.0] * 2
+        samples = [Sample("toy", i, "d", "p", score, cut=False, prompt_cut=False) for i, score in enumerate(right)]
+        return Scores("acc", samples, {})
+
+    monkeypatch.setattr(tune_tasks.harness, "evaluate", asked)
+    found = {name: measure_tasks(study.pieces, [name])[name] for name in 2 * list(study.space.targets)}
+    assert len(arms) == 2
+    ((result,),) = found.values()
+    assert result.recovery == 0.8
+    p = toy([True] * 9).predict("t", "d", 1, 1e6)
+    poor, other = (replace(p, target=name, draft=PLAIN) for name in (next(iter(found)), "other"))
+    outcome = Outcome(Answer((poor, other), recipe.budget, {1: 0}), (Confirmed(poor, 9.0), Confirmed(other, 5.0)), ())
+    assert outcome.chosen.prediction == poor
+    assert replace(outcome, tasks=found).chosen.prediction == other
+    assert as_data(replace(outcome, tasks=found))["tasks"][0]["recovery"] == 0.8

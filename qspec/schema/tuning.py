@@ -11,13 +11,25 @@ Head = Literal["float", "W8A8", "W4A16"]
 Length = Annotated[int, Field(ge=1, le=64)]
 
 
+class LayersSpec(Strict):
+    """Drafts with weights lowered layer by layer, from their finest form on, by acceptance lost per second saved.
+
+    floor: share of the finest form's acceptance that is kept. patience: states without gain after which it ends.
+    """
+
+    floor: float = Field(default=0.5, ge=0, le=1)
+    patience: int = Field(default=5, ge=1, le=MOST)
+
+
 class TuneSpec(Strict, Generic[D]):
     """The space of `qspec tune`: names to settings, every target with every KV format, every draft in every form.
 
     Empty axes get the device's defaults. `draft_schemes`, `draft_heads`, `draft_kv`: forms of drafts with weights
-    (kinds model and self), in place of their own quantization. `lengths`: draft lengths beside plain decoding.
-    `per_category` prompts of `benchmark` give the text that acceptance is measured on, `tokens` each; its next ones
-    confirm. `context`: cached tokens where passes are timed, `repeats` times. `confirm`: combinations that are run.
+    (kinds model and self), in place of their own quantization; `layers` mixes those schemes by layer. `lengths`: draft
+    lengths beside plain decoding. `per_category` prompts of `benchmark` give the text that acceptance is measured on,
+    `tokens` each; its next ones confirm. `context`: cached tokens where passes are timed, `repeats` times; `contexts`:
+    those that another device is predicted at, beside it. `confirm`: combinations that are run.
+    `evaluate`: targets of the front that answer the tasks of `evaluation` beside the original.
     """
 
     targets: dict[str, QuantSpec] = Field(default={})
@@ -30,13 +42,16 @@ class TuneSpec(Strict, Generic[D]):
     batches: tuple[Annotated[int, Field(ge=1, le=256)], ...] = Field(default=(1, 2, 4), min_length=1)
     per_category: int = Field(default=1, ge=1, le=MOST)
     tokens: int = Field(default=64, ge=4, le=MOST)
+    layers: LayersSpec | None = None
     context: int = Field(default=256, ge=8, le=MOST)
+    contexts: tuple[Annotated[int, Field(ge=8, le=MOST)], ...] = ()
     repeats: int = Field(default=7, ge=3, le=1000)
     confirm: int = Field(default=8, ge=1, le=1000)
+    evaluate: int = Field(default=0, ge=0, le=1000)
 
     @model_validator(mode="after")
     def _rising(self) -> "TuneSpec[D]":
-        for name, values in (("lengths", self.lengths), ("batches", self.batches)):
+        for name, values in (("lengths", self.lengths), ("batches", self.batches), ("contexts", self.contexts)):
             if list(values) != sorted(set(values)):
                 raise ValueError(f"{name} {list(values)} do not rise; give each once, in order")
         if self.batches[0] != 1:

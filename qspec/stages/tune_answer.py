@@ -1,12 +1,13 @@
 """What all predictions say together: the front, the choice within a budget, and that choice in words."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from qspec.numerics.pareto import choose, excess, front, schedule
 from qspec.schema.recipe import BudgetSpec
-from qspec.stages.tune_predict import Prediction
+from qspec.stages.tune_predict import Model, Prediction
+from qspec.stages.tune_space import Space
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,20 @@ class Answer:
     @cached_property
     def _choice(self) -> tuple[Prediction, bool]:
         return pick(self.every, self.budget)
+
+
+def answer(space: Space, model: Model, budget: BudgetSpec, context: int | None = None) -> Answer:
+    """Every combination predicted: additive pieces make that cheap, so nothing has to be sampled."""
+    every = tuple(
+        model.predict(target, draft, gamma, space.resident(target, draft, context))
+        for target, draft in space.pairs
+        for gamma in space.lengths(draft)
+    )
+    found = Answer(every, budget, {1: 0})
+    if found.chosen.gamma == 0:
+        return found
+    pair = found.chosen.target, found.chosen.draft
+    return replace(found, by_batch=model.schedule(*pair, space.lengths(pair[1]), space.spec.batches))
 
 
 def pick(every: Sequence[Prediction], budget: BudgetSpec) -> tuple[Prediction, bool]:

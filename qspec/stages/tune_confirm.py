@@ -19,9 +19,11 @@ from qspec.stages.tune_answer import Answer
 from qspec.stages.tune_predict import Prediction
 
 
-def finalists(answer: Answer, most: int) -> list[Prediction]:
-    """Whom to run: the choice, the front, then the best draft length of each pair, the fastest first."""
-    listed = dict.fromkeys([answer.chosen, *(p for p in answer.front if p.seconds <= 2 * answer.chosen.seconds)])
+def finalists(answer: Answer, most: int, also: Collection[tuple[str, str]] = ()) -> list[Prediction]:
+    """Whom to run: the choice, the pairs of `also`, the front, the fastest other pairs; each at its best length."""
+    front = [p for p in answer.front if p.seconds <= 2 * answer.chosen.seconds]
+    told = [min((p for p in answer.every if (p.target, p.draft) == pair), key=lambda p: p.seconds) for pair in also]
+    listed = dict.fromkeys([answer.chosen, *told, *front])
     seen: set[tuple[str, str]] = {(p.target, p.draft) for p in listed}
     for p in sorted(answer.every, key=lambda p: p.seconds):
         if (p.target, p.draft) not in seen:

@@ -16,8 +16,17 @@ from qspec.spec.types import Sampling
 from qspec.stages.drafting import lookup_drafter
 from qspec.stages.fidelity import measure_fidelity
 from qspec.stages.tune_halves import Halves
-from qspec.stages.tune_pieces import Journal, Json, head_runs, laws, lookup_runs, pass_times, prompt_seconds
-from qspec.stages.tune_predict import DraftPiece, Model, Rounds, TargetPiece, passes_of
+from qspec.stages.tune_pieces import (
+    Journal,
+    Json,
+    answer_logits,
+    head_runs,
+    laws,
+    lookup_runs,
+    pass_times,
+    prompt_seconds,
+)
+from qspec.stages.tune_predict import DraftPiece, Model, Passes, Rounds, TargetPiece, passes_of
 from qspec.stages.tune_rounds import bookkeeping
 from qspec.stages.tune_space import PLAIN
 
@@ -31,15 +40,17 @@ class Pieces:
     def __init__(
         self, halves: Halves, prompts: Sequence[list[int]], sampling: Sampling, journal: Journal, progress: Progress
     ) -> None:
-        self._halves, self._prompts, self._sampling = halves, prompts, sampling
-        self._journal, self._progress = journal, progress
-        self._space, self._recipe = halves.space, halves.space.recipe
+        self.halves, self._prompts, self.sampling = halves, prompts, sampling
+        self.journal, self.progress = journal, progress
+        self._recipe = halves.space.recipe
         self._spec: TuneSpec[Draft] = halves.space.spec
 
     def model(self) -> Model:
+        """Everything timed here."""
         times = self._times()
-        targets = {name: self._target(name, times) for name in self._space.targets}
-        drafts = {name: self._draft(name, times) for name in self._space.drafts if name != PLAIN}
+        targets = {name: self.target(name, passes_of(times[name])) for name in self.halves.space.targets}
+        passes = {name: passes_of(times[name]) for name in self.halves.with_weights}
+        drafts = {name: self.draft(name, passes.get(name, {})) for name in self.halves.space.drafts if name != PLAIN}
         return Model(targets, drafts, self._rounds())
 
     @cached_property
@@ -48,92 +59,98 @@ class Pieces:
 
         def make() -> Json:
             answers = []
-            for prompt in self._progress.track(self._prompts, "answers of the original", len(self._prompts)):
+            for prompt in self.progress.track(self._prompts, "answers of the original", len(self._prompts)):
                 generator = torch.Generator().manual_seed(self._recipe.seed)
-                original = self._halves.original
+                original = self.halves.original
                 said = generate(original, None, None, prompt, self._spec.tokens, Sampling(), (), generator)
                 answers.append(said.tokens)
             return {"answers": answers}
 
         settings = [self._source, self._prompts, self._spec.tokens]
-        return list(zip(self._prompts, self._journal.kept("answers", settings, make)["answers"], strict=True))
+        return list(zip(self._prompts, self.journal.kept("answers", settings, make)["answers"], strict=True))
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of a sequence that passes are timed at."""
+        return sorted({1, 2, *(length + 1 for length in self._spec.lengths)})
 
     @property
     def _source(self) -> Json:
-        return dict(self._halves.target.source)
+        return dict(self.halves.target.source)
 
     @property
     def _machine(self) -> Json:
         return {key: environment()[key] for key in ("cpu", "threads", "qspec", "torch")}
 
-    def _setting(self, names: Iterable[str]) -> Any:
+    def setting(self, names: Iterable[str]) -> Any:
         """What decides a piece of these halves."""
-        specs = {name: self._halves.spec(name).model_dump(mode="json") for name in names}
-        return [self._source, specs, self._machine, self._halves.engine]
+        specs = {name: self.halves.spec(name).model_dump(mode="json") for name in names}
+        return [self._source, specs, self._machine, self.halves.engine]
 
     def _times(self) -> Json:
-        spec, names = self._spec, [*self._space.targets, *self._halves.with_weights]
-        rows = sorted({1, 2, *(length + 1 for length in spec.lengths)})
+        spec, names = self._spec, [*self.halves.space.targets, *self.halves.with_weights]
+        rows = self.rows
 
         def make() -> Json:
-            lms = {name: self._halves.decoder(name) for name in names}
-            return pass_times(lms, rows, spec.batches, spec.context, spec.repeats, self._progress)
+            lms = {name: self.halves.decoder(name) for name in names}
+            return pass_times(lms, rows, spec.batches, spec.context, spec.repeats, self.progress)
 
-        return self._journal.kept("times", [self._setting(names), rows, spec.batches, spec.context, spec.repeats], make)
+        return self.journal.kept("times", [self.setting(names), rows, spec.batches, spec.context, spec.repeats], make)
 
     def _rounds(self) -> Rounds:
-        spec, vocab = self._spec, self._halves.target.arch.vocab_size
-        facts = [self._machine, vocab, spec.lengths, spec.context, asdict(self._sampling)]
+        spec, vocab = self._spec, self.halves.target.arch.vocab_size
+        facts = [self._machine, vocab, spec.lengths, spec.context, asdict(self.sampling)]
 
         def make() -> Json:
-            return bookkeeping(vocab, spec.lengths, spec.context, self._sampling, ROUNDS)
+            return bookkeeping(vocab, spec.lengths, spec.context, self.sampling, ROUNDS)
 
-        kept = self._journal.kept("rounds", facts, make)
+        kept = self.journal.kept("rounds", facts, make)
         return Rounds(*({int(d): s for d, s in kept[part].items()} for part in ("engine", "draft")))
 
-    def _target(self, name: str, times: Json) -> TargetPiece:
+    def target(self, name: str, passes: Passes) -> TargetPiece:
+        """Harm, prompts and laws of a target, whose passes take what is given."""
         fidelity, text = self._recipe.evaluation.fidelity, self.texts
 
         def make() -> Json:
-            self._progress.stage(f"accuracy of {name}")
-            halves = self._halves
+            self.progress.stage(f"accuracy of {name}")
+            halves = self.halves
             lm, told = halves.decoder(name), {"kl": float("nan"), "kl_ci": None, "top1": float("nan")}
             if fidelity is not None:
-                found = measure_fidelity(halves.original, lm, halves.target.tokenizer, fidelity, self._progress)[0]
+                found = measure_fidelity(halves.original, lm, halves.target.tokenizer, fidelity, self.progress)[0]
                 told = {"kl": found.kl.value, "kl_ci": found.kl.ci, "top1": found.top1_agreement.value}
-            return told | {"prompts": prompt_seconds(lm, text), "law": laws(lm, text, self._sampling)}
+            return told | {"prompts": prompt_seconds(lm, text), "law": laws(answer_logits(lm, text), self.sampling)}
 
-        settings = [self._setting([name]), fidelity and fidelity.model_dump(mode="json"), text, asdict(self._sampling)]
-        kept = self._journal.kept("target", settings, make)
+        settings = [self.setting([name]), fidelity and fidelity.model_dump(mode="json"), text, asdict(self.sampling)]
+        kept = self.journal.kept("target", settings, make)
         ci = kept["kl_ci"] and tuple(kept["kl_ci"])
-        return TargetPiece(passes_of(times[name]), kept["kl"], ci, kept["top1"], max(kept["prompts"]), kept["law"])
+        return TargetPiece(passes, kept["kl"], ci, kept["top1"], max(kept["prompts"]), kept["law"])
 
-    def _draft(self, name: str, times: Json) -> DraftPiece:
-        draft, text, most = self._space.drafts[name].recipe.draft, self.texts, max(self._spec.lengths)
-        settings = [draft.model_dump(mode="json"), self._source, text, most, asdict(self._sampling)]
+    def draft(self, name: str, passes: Passes) -> DraftPiece:
+        """What a draft says, and its prompts or calls; passes: of one with weights."""
+        draft, text, most = self.halves.space.drafts[name].recipe.draft, self.texts, max(self._spec.lengths)
+        settings = [draft.model_dump(mode="json"), self._source, text, most, asdict(self.sampling)]
         if isinstance(draft, LookupDraft):
-            kept = self._journal.kept("lookup", settings, lambda: lookup_runs(lookup_drafter(draft), text, most))
+            kept = self.journal.kept("lookup", settings, lambda: lookup_runs(lookup_drafter(draft), text, most))
             return DraftPiece(runs={"": kept}, seconds=kept["seconds"])
         if isinstance(draft, MlpDraft):
-            targets = [target for target, drafts in self._space.pairs if drafts == name]
+            targets = [target for target, drafts in self.halves.space.pairs if drafts == name]
             told = {
-                t: self._journal.kept("head", [*settings, self._setting([t])], self._head_runs(t, draft))
-                for t in targets
+                t: self.journal.kept("head", [*settings, self.setting([t])], self._head_runs(t, draft)) for t in targets
             }
             seconds = sum(kept["seconds"] for kept in told.values()) / max(1, len(told))
             return DraftPiece(runs=told, seconds=seconds, per_token=True)
 
         def make() -> Json:
-            lm = self._halves.decoder(name)
+            lm = self.halves.decoder(name)
             begun = [([*prompt, *answer[:1]], answer) for prompt, answer in text]
-            return laws(lm, text, self._sampling) | {"prompts": prompt_seconds(lm, begun)}
+            return laws(answer_logits(lm, text), self.sampling) | {"prompts": prompt_seconds(lm, begun)}
 
-        law = self._journal.kept("draft", [*settings, self._setting([name])], make)
-        return DraftPiece(passes_of(times[name]), law, law["prompts"])
+        law = self.journal.kept("draft", [*settings, self.setting([name])], make)
+        return DraftPiece(passes, law, law["prompts"])
 
     def _head_runs(self, target: str, draft: MlpDraft) -> Callable[[], Json]:
         def make() -> Json:
-            drafter = self._halves.head(target, draft)
-            return head_runs(self._halves.decoder(target), drafter, self.texts, draft.n_predict)
+            drafter = self.halves.head(target, draft)
+            return head_runs(self.halves.decoder(target), drafter, self.texts, draft.n_predict)
 
         return make

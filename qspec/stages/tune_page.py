@@ -1,13 +1,17 @@
 """What a joint search found, as data and as a page: predicted beside measured."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 import math
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
+from qspec.numerics.lowering import Levels
 from qspec.numerics.predictive import excess_deviation, left_out, widened
 from qspec.stages.document import (
+    Block,
     Document,
     Finding,
     Heading,
@@ -16,14 +20,18 @@ from qspec.stages.document import (
     Point,
     Series,
     Table,
+    count,
     interval,
     number,
     percent,
+    percents,
     size,
 )
 from qspec.stages.tune_answer import Answer, within
+from qspec.stages.tune_layers import Lowered, as_data as layers_data
 from qspec.stages.tune_predict import Prediction
 from qspec.stages.tune_space import Pruned
+from qspec.stages.tune_tasks import Tasks
 
 
 @dataclass(frozen=True)
@@ -51,11 +59,14 @@ class Outcome:
     answer: Answer
     confirmed: tuple[Confirmed, ...]
     pruned: tuple[Pruned, ...]
+    lowered: tuple[Lowered, ...] = ()
+    tasks: Tasks = field(default_factory=dict)
 
     @property
     def chosen(self) -> Confirmed:
         """The fastest measured one within the budget; without one the predicted choice, which is run first."""
-        fitting = [c for c in self.confirmed if within(c.prediction, self.answer.budget)]
+        budget = self.answer.budget
+        fitting = [c for c in self.confirmed if within(c.prediction, budget) and self._recovers(c.prediction.target)]
         return max(fitting, key=lambda c: c.speed, default=self.confirmed[0])
 
     @property
@@ -93,6 +104,11 @@ class Outcome:
             "speeds lie in their predicted interval, widened by the errors of the others."
         )
 
+    def _recovers(self, target: str) -> bool:
+        """Whether no task that was measured falls below the budget's recovery."""
+        least = self.answer.budget.min_recovery or 0.0
+        return all(task.recovery is None or task.recovery >= least for task in self.tasks.get(target, ()))
+
     @cached_property
     def _missed(self) -> tuple[list[float], list[float]]:
         """Of the confirmed ones: errors as logarithms, and the half-widths of their stated intervals."""
@@ -113,6 +129,12 @@ def as_data(found: Outcome) -> dict[str, Any]:
         "error": {"median": middle, "worst": worst, "model": found.model_error, "coverage": found.coverage},
         "confirmed": [_confirmed(found, c) for c in found.confirmed],
         "front": [_row(found, p) for p in found.answer.front],
+        "layers": [layers_data(one) for one in found.lowered],
+        "tasks": [
+            {"target": target} | task.model_dump(mode="json", exclude={"rows"})
+            for target, tasks in found.tasks.items()
+            for task in tasks
+        ],
         "combinations": len(found.answer.every),
         "pruned": [list(entry) for entry in found.pruned],
     }
@@ -145,6 +167,8 @@ def document(found: Outcome, name: str) -> Document:
             Table("Run in turns on prompts that acceptance was not measured on", columns, rows),
             Heading("Front"),
             Table("Not dominated in time, KL and memory; predicted", predicted, front),
+            *_tasks(found.tasks),
+            *(block for one in found.lowered for block in _layers(one)),
             *((pruned,) if found.pruned else ()),
         ),
     )
@@ -153,6 +177,59 @@ def document(found: Outcome, name: str) -> Document:
 def _cells(found: Outcome, p: Prediction) -> tuple[str, ...]:
     speed = number(1 / p.seconds), interval(found.interval(p))
     return (p.name, *speed, number(p.kl), interval(p.kl_ci), number(p.ttft), size(p.memory))
+
+
+def _tasks(tasks: Tasks) -> Iterator[Block]:
+    """Scores of both arms, and what their difference says."""
+    columns = ("target", "task", "items", "original", "quantized", "recovery", "95 % CI", "verdict")
+    rows = tuple(
+        (
+            target,
+            task.task,
+            count(task.original.n),
+            number(task.original.value),
+            number(task.quantized.value),
+            percent(task.recovery if task.recovery is not None else math.nan),
+            percents(task.recovery_ci),
+            task.verdict,
+        )
+        for target, found in tasks.items()
+        for task in found
+    )
+    if rows:
+        yield Heading("Tasks")
+        yield Table("Targets of the front against the original, item by item", columns, rows)
+
+
+def _layers(found: Lowered) -> Iterator[Block]:
+    """The way of a draft from its finest form down."""
+    yield Heading(found.ladder.name)
+    layers, heads = (", ".join(names) for names in _names(found))
+    yield Paragraph(
+        f"Beside {found.target}: layers from {layers}, head from {heads}, by acceptance lost per second of a pass. "
+        f"Chosen: {_state(found, found.chosen.levels)}. Acceptance is the mean overlap of both laws."
+    )
+    stops = list(zip([_state(found, stop.levels) for stop in found.stops], found.stops, found.sizes, strict=True))
+    for axis, of in (("acceptance", attrgetter("acceptance")), ("tokens/s, predicted", attrgetter("value"))):
+        points = tuple(Point(state, weight / 1e6, of(stop)) for state, stop, weight in stops)
+        yield Plot(f"{found.ladder.name}: {axis} by size", "MB of the draft", axis, (Series("", points, joined=True),))
+    columns = ("state", "acceptance", "draft", "ms per pass", "predicted tokens/s")
+    cells = tuple(
+        (state, number(stop.acceptance), size(weight), number(1e3 * seconds), number(stop.value))
+        for (state, stop, weight), seconds in zip(stops, found.seconds, strict=True)
+    )
+    yield Table("Lowered one after the other", columns, cells)
+
+
+def _names(found: Lowered) -> tuple[list[str], list[str]]:
+    return [form.scheme for form in found.ladder.layers], [str(form.head) for form in found.ladder.heads]
+
+
+def _state(found: Lowered, levels: Levels) -> str:
+    """`W8A8 12, W4A16 18, head W8A8`: layers by scheme."""
+    schemes, heads = _names(found)
+    counts = [f"{name} {levels[:-1].count(i)}" for i, name in enumerate(schemes) if i in levels[:-1]]
+    return f"{', '.join(counts)}, head {heads[levels[-1]]}"
 
 
 def _row(found: Outcome, p: Prediction) -> dict[str, Any]:

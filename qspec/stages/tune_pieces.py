@@ -1,6 +1,6 @@
 """What a joint search measures once per half, to combine it for every pair: times of passes, and what it would say."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import json
 from pathlib import Path
 from statistics import median, quantiles
@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qspec.nn.lm import LM, BatchLM
 from qspec.numerics.replay import runs_of
@@ -104,15 +105,20 @@ def middle(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def laws(lm: LM, texts: Texts, sampling: Sampling) -> Json:
+def answer_logits(lm: LM, texts: Texts) -> Iterator[Tensor]:
+    """Logits `[T, V]` of every text behind the positions that its answer's tokens follow."""
+    for prompt, answer in texts:
+        lm.truncate(0)
+        yield lm.forward(torch.tensor([*prompt, *answer[:-1]]), last=len(answer))
+
+
+def laws(logits: Iterable[Tensor], sampling: Sampling) -> Json:
     """What a half says behind every position of the answers, by text: its likeliest token, exactly.
 
     Where requests are sampled also its `MASS_KEPT` likeliest tokens with their probabilities under `sampling`.
     """
     found: Json = {"top": [], "laws": []}
-    for prompt, answer in texts:
-        lm.truncate(0)
-        logits_TV = lm.forward(torch.tensor([*prompt, *answer[:-1]]), last=len(answer))
+    for logits_TV in logits:
         found["top"].append(logits_TV.argmax(-1).tolist())
         if not sampling.greedy:
             top = sampling.law(logits_TV).topk(min(MASS_KEPT, logits_TV.shape[-1]))

@@ -12,6 +12,8 @@ from qspec.stages.tune_pieces import Json, middle
 
 Passes = Mapping[int, Mapping[int, tuple[float, float]]]
 """By batch size and rows of each sequence: seconds of a pass, and their relative error."""
+UNKNOWN = 7.0
+"""Relative error from which an interval is a thousand times either way, as when a machine stood still in a pass."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,18 @@ class Model:
         self._rounds = rounds or Rounds({0: 0.0}, {0: 0.0})
         self._steps: dict[tuple[str, str, int], list[Replayed]] = {}
 
+    def draft(self, name: str) -> DraftPiece:
+        return self._drafts[name]
+
+    def with_draft(self, name: str, piece: DraftPiece) -> "Model":
+        """The model with this one draft beside all targets."""
+        return Model(self._targets, {name: piece}, self._rounds)
+
     def predict(self, target: str, draft: str, gamma: int, memory: float) -> Prediction:
         """One combination, alone on the device."""
         found = self._targets[target]
         seconds = self.seconds(target, draft, gamma)
-        error, tokens = self._error(target, draft, gamma), self.tokens_per_step(target, draft, gamma)
+        tokens, error = self.tokens_per_step(target, draft, gamma), min(UNKNOWN, self._error(target, draft, gamma))
         ci = (seconds * math.exp(-error), seconds * math.exp(error))
         harm = found.kl, found.kl_ci, found.top1
         return Prediction(target, draft, gamma, seconds, ci, tokens, *harm, found.ttft, memory)

@@ -1,15 +1,15 @@
 """The space of a joint search: halves that may be a target or a draft, and why the others may not. No weights."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from qspec.errors import RecipeError
 from qspec.schema.problems import validate
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Draft, MlpDraft, ModelDraft, NgramDraft, Recipe, SelfDraft, SuffixDraft
-from qspec.schema.tuning import TuneSpec, default_draft_schemes, default_kv, default_targets, with_head
+from qspec.schema.tuning import Head, TuneSpec, default_draft_schemes, default_kv, default_targets, with_head
 from qspec.stages.footprint import Footprint
 from qspec.stages.planned import PlannedPair, resolve
 from qspec.stages.preflight import Finding, device_findings, pair_findings
@@ -21,11 +21,24 @@ Pruned = tuple[str, str]
 """What is left out, and why."""
 
 
+class Form(NamedTuple):
+    """A draft with weights under one scheme, with one head and KV format."""
+
+    kind: str
+    scheme: str
+    head: Head
+    kv: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.scheme}, head {self.head}, kv {self.kv}"
+
+
 @dataclass(frozen=True)
 class Space:
     """Recipes of every half that may run, by name. `pairs`: the names that may stand together; `pruned`: the rest.
 
-    A target's recipe drafts by prompt lookup; a draft's has the recipe's own target.
+    A target's recipe drafts by prompt lookup; a draft's has the recipe's own target. forms: of drafts with weights.
     """
 
     recipe: Recipe
@@ -34,6 +47,16 @@ class Space:
     drafts: Mapping[str, PlannedPair]
     pairs: tuple[tuple[str, str], ...]
     pruned: tuple[Pruned, ...]
+    forms: tuple[Form, ...] = ()
+
+    def with_draft(self, name: str, draft: Draft) -> "Space":
+        """The space with another draft, beside every target that may have it."""
+        pruned = list(self.pruned)
+        made = _admitted(name, lambda: _with(self.recipe, self.recipe.target.quantization, draft), pruned)
+        if made is None:
+            return replace(self, pruned=tuple(pruned))
+        pairs = (*self.pairs, *_together(self.targets, {name: made}, pruned))
+        return replace(self, drafts={**self.drafts, name: made}, pairs=pairs, pruned=tuple(pruned))
 
     def recipe_of(self, target: str, draft: str, gamma: int = 0) -> Recipe:
         """The complete job of one combination; gamma 0 keeps the recipe's own draft length."""
@@ -53,12 +76,12 @@ class Space:
     def combinations(self) -> int:
         return sum(len(self.lengths(draft)) for _, draft in self.pairs)
 
-    def resident(self, target: str, draft: str) -> int:
-        """Bytes of weights, and of both caches at the timed context."""
+    def resident(self, target: str, draft: str, context: int | None = None) -> int:
+        """Bytes of weights, and of both caches at a context, the timed one if none is said."""
         halves: list[Footprint] = [self.targets[target].target.bytes]
         drafting = self.drafts[draft].drafting if draft != PLAIN else None
         halves += [drafting] if drafting is not None else []
-        return sum(half.resident + half.kv_bytes_per_token * self.spec.context for half in halves)
+        return sum(half.resident + half.kv_bytes_per_token * (context or self.spec.context) for half in halves)
 
 
 def as_data(space: Space) -> dict[str, Any]:
@@ -99,29 +122,34 @@ def space_of(recipe: Recipe) -> Space:
             targets[label] = made
     drafts: dict[str, PlannedPair] = {}
     own = recipe.target.quantization
-    for label, draft in _drafts(recipe, spec, cpu, pruned):
+    forms: list[Form] = []
+    for name, draft in _drafts(recipe, spec, cpu, pruned):
+        label = name.label if isinstance(name, Form) else name
         made = _admitted(label, lambda d=draft: _with(recipe, own, d), pruned)
         if made is not None:
             drafts[label] = made
+            forms += [name] if isinstance(name, Form) else []
     if not targets:
         raise RecipeError(f"tune of {recipe.name}", f"has no target that may run ({pruned[0][1]})", "add another")
     drafts = {PLAIN: next(iter(targets.values())), **drafts}
     pairs = tuple(_together(targets, drafts, pruned))
-    return Space(recipe, spec, targets, drafts, pairs, tuple(pruned))
+    return Space(recipe, spec, targets, drafts, pairs, tuple(pruned), tuple(forms))
 
 
-def _drafts(recipe: Recipe, spec: TuneSpec[Draft], cpu: bool, pruned: list[Pruned]) -> Iterator[tuple[str, Draft]]:
+def _drafts(
+    recipe: Recipe, spec: TuneSpec[Draft], cpu: bool, pruned: list[Pruned]
+) -> Iterator[tuple[str | Form, Draft]]:
     schemes = spec.draft_schemes or default_draft_schemes(cpu)
     for name, draft in _kinds(recipe, spec).items():
         if not isinstance(draft, ModelDraft | SelfDraft):
             yield name, draft
             continue
         for (scheme, quant), head, (kv_name, kv) in product(schemes.items(), spec.draft_heads, spec.draft_kv.items()):
-            label = f"{name} {scheme}, head {head}, kv {kv_name}"
+            form = Form(name, scheme, head, kv_name)
             try:
-                yield label, draft.model_copy(update={"quantization": _given(with_head(quant, head), kv=kv)})
+                yield form, draft.model_copy(update={"quantization": _given(with_head(quant, head), kv=kv)})
             except ValueError as error:
-                pruned.append((label, str(error)))
+                pruned.append((form.label, str(error)))
 
 
 def _kinds(recipe: Recipe, spec: TuneSpec[Draft]) -> Mapping[str, Draft]:
