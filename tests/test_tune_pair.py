@@ -124,9 +124,10 @@ def test_prediction_is_brute_force_where_times_are_given(gamma: int) -> None:
     assert found.schedule("t", "d", [1, 2, 4], [1, 8])[8] == 0
 
 
-def test_bookkeeping_grows_with_drafts_and_knows_no_model() -> None:
+@pytest.mark.parametrize(("sampling", "greedy"), [(Sampling(), False), (Sampling(), True), (Sampling(0.8), False)])
+def test_bookkeeping_grows_with_drafts_and_knows_no_model(sampling: Sampling, greedy: bool) -> None:
     """A piece that holds seconds of a pass, or none for a draft that chooses its tokens."""
-    found = bookkeeping(64, (1, 3), 16, Sampling(), 5)
+    found = bookkeeping(64, (1, 3), 16, sampling, 5, greedy)
     assert set(found["engine"]) == {"0", "1", "3"}
     assert found["draft"]["0"] < found["draft"]["3"]
     assert all(seconds > 0 for seconds in found["engine"].values())

@@ -65,7 +65,8 @@ def best(stops: Sequence[Stop], floor: float) -> Stop:
 def _cheapest(
     state: Sequence[int], losses: Sequence[Sequence[float]], costs: Sequence[Sequence[float]]
 ) -> tuple[int, int] | None:
-    chosen, least = None, math.inf
+    chosen: tuple[int, int] | None = None
+    least = math.inf
     for unit, at in enumerate(state):
         for level in range(at + 1, len(costs[unit])):
             saved = costs[unit][at] - costs[unit][level]

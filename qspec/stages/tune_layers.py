@@ -129,14 +129,14 @@ class Lowering:
         """A mix as a recipe says it: the finest scheme, and rules for what is lower."""
         space, ladder = self._halves.space, self._ladder
         arch = self._halves.model(ladder.layers[0].label).arch
-        rules = []
+        rules: list[Json] = []
         for level, form in enumerate(ladder.layers[1:], 1):
             lower = [layer for layer, at in zip(self._names, levels, strict=False) if at == level]
             given, names = _quantization(space, form), [n for layer in lower for n in arch.layer_linears(layer)]
-            scheme = {"scheme": given.scheme, "group_size": given.group_size}
+            scheme: Json = {"scheme": given.scheme, "group_size": given.group_size}
             rules += [{"match": match} | scheme for match in patterns(names, arch.linears())]
         plain = _quantization(space, ladder.layers[0])
-        fields = {"rules": rules, "ignore": sorted({*plain.ignore, HEAD}), "untie_head": False}
+        fields: Json = {"rules": rules, "ignore": sorted({*plain.ignore, HEAD}), "untie_head": False}
         return with_head(QuantSpec.model_validate(plain.model_dump() | fields), ladder.heads[levels[-1]].head)
 
     def mixed(self, levels: Levels) -> QuantizedModel:

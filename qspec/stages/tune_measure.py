@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from qspec.nn.lm import GreedyLM
 from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.schema.recipe import Draft, LookupDraft, MlpDraft
@@ -75,6 +76,12 @@ class Pieces:
         return sorted({1, 2, *(length + 1 for length in self._spec.lengths)})
 
     @property
+    def _greedy(self) -> bool:
+        """Whether targets choose tokens in their passes."""
+        targets = map(self.halves.decoder, self.halves.space.targets)
+        return self.sampling.greedy and all(isinstance(lm, GreedyLM) for lm in targets)
+
+    @property
     def _source(self) -> Json:
         return dict(self.halves.target.source)
 
@@ -93,7 +100,8 @@ class Pieces:
 
         def make() -> Json:
             lms = {name: self.halves.decoder(name) for name in names}
-            return pass_times(lms, rows, spec.batches, spec.context, spec.repeats, self.progress)
+            greedy = list(self.halves.space.targets) if self._greedy else []
+            return pass_times(lms, rows, spec.batches, spec.context, spec.repeats, self.progress, greedy)
 
         return self.journal.kept("times", [self.setting(names), rows, spec.batches, spec.context, spec.repeats], make)
 
@@ -102,7 +110,7 @@ class Pieces:
         facts = [self._machine, vocab, spec.lengths, spec.context, asdict(self.sampling)]
 
         def make() -> Json:
-            return bookkeeping(vocab, spec.lengths, spec.context, self.sampling, ROUNDS)
+            return bookkeeping(vocab, spec.lengths, spec.context, self.sampling, ROUNDS, self._greedy)
 
         kept = self.journal.kept("rounds", facts, make)
         return Rounds(*({int(d): s for d, s in kept[part].items()} for part in ("engine", "draft")))

@@ -1,6 +1,6 @@
 """What a joint search measures once per half, to combine it for every pair: times of passes, and what it would say."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 import json
 from pathlib import Path
 from statistics import median, quantiles
@@ -19,7 +19,7 @@ from qspec.spec.types import Drafter, Follower, Sampling
 Json = dict[str, Any]
 MASS_KEPT = 256
 """Likeliest tokens of a sampled law that are kept; the overlap of two laws misses at most the smaller tail."""
-FORM = 2
+FORM = 3
 """Of kept pieces; raised when what is measured changes."""
 Texts = Sequence[tuple[list[int], list[int]]]
 """Prompts with the original's greedy answers."""
@@ -48,18 +48,20 @@ def pass_times(
     context: int,
     repeats: int,
     progress: Progress,
+    greedy: Collection[str] = (),
 ) -> Json:
     """Seconds of passes: by half, batch size and rows of each sequence, all `repeats` of them.
 
-    Choosing tokens from the logits is not in them: rounds are charged for it (`tune_rounds`). Halves take turns, so
-    that a drift of the machine hits all alike. An empty list: the half has no such batches.
+    Choosing tokens from the logits is not in them, rounds are charged for it (`tune_rounds`); halves in `greedy` choose
+    them in the pass of a single sequence. Halves take turns, so that a drift of the machine hits all alike. An empty
+    list: the half has no such batches.
     """
     sequences = {name: _filled(lm, max(batches), context) for name, lm in halves.items()}
     found: Json = {n: {str(b): {str(r): [] for r in rows} for b in batches} for n in halves}
     for turn in progress.track(range(repeats + 1), "pass times", repeats + 1):
         for name, lms in sequences.items():
             for batch, count in ((b, r) for b in batches for r in rows if b <= len(lms)):
-                seconds = _pass(lms[:batch], context, count)
+                seconds = _pass(lms[:batch], context, count, name in greedy)
                 if turn:  # the first one warms up
                     found[name][str(batch)][str(count)].append(seconds)
     return found
@@ -73,13 +75,13 @@ def _filled(lm: LM, batch: int, context: int) -> list[LM]:
     return lms
 
 
-def _pass(lms: list[Any], context: int, rows: int) -> float:
+def _pass(lms: list[Any], context: int, rows: int, greedy: bool) -> float:
     tokens = torch.arange(rows) % lms[0].vocab_size
     for lm in lms:
         lm.truncate(context)
     begin = perf_counter()
     if len(lms) == 1:
-        lms[0].forward(tokens)
+        (lms[0].greedy if greedy else lms[0].forward)(tokens)
     else:
         type(lms[0]).forward_many(lms, [tokens] * len(lms), [None] * len(lms))
     return perf_counter() - begin

@@ -1,6 +1,7 @@
 """What a round of speculation costs beside its passes, measured with models that answer at once."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from statistics import median
 
 import torch
@@ -31,15 +32,31 @@ class Instant:
         self.length = min(self.length, length)
 
 
-def bookkeeping(vocab: int, lengths: Sequence[int], context: int, sampling: Sampling, rounds: int) -> Json:
+class InstantGreedy(Instant):
+    """One that finds the likeliest tokens itself."""
+
+    def greedy(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        return self._best_R[: len(self.forward(tokens_T, last))]
+
+    @cached_property
+    def _best_R(self) -> Tensor:
+        return self._logits_RV.argmax(-1)
+
+
+def bookkeeping(
+    vocab: int, lengths: Sequence[int], context: int, sampling: Sampling, rounds: int, greedy: bool = False
+) -> Json:
     """Median seconds of a round by its draft length, 0 too, behind `context` tokens.
 
-    engine: verification, committing, accounting. draft: a draft model's part, its passes left out.
+    greedy: targets choose the likeliest tokens themselves. engine: verification, committing, accounting. draft: a draft
+    model's part, its passes left out.
     """
     found: Json = {"engine": {}, "draft": {}}
     for drafted in (0, *lengths):
         tokens = rounds * (drafted + 1) + 1
-        target, draft = (Instant(vocab, drafted + 1, context + tokens) for _ in range(2))
+        target, draft = (
+            kind(vocab, drafted + 1, context + tokens) for kind in (InstantGreedy if greedy else Instant, Instant)
+        )
         drafter = ModelDrafter(draft, eos_ids=(NO_STOP,)) if drafted else None
         generator = torch.Generator().manual_seed(0)
         said = generate(target, drafter, Fixed(drafted), [0] * context, tokens, sampling, (NO_STOP,), generator)

@@ -18,7 +18,7 @@ from qspec.stages.forecast import rates
 from qspec.stages.planned import PlannedHalf
 from qspec.stages.tune_answer import Answer, answer
 from qspec.stages.tune_measure import Pieces
-from qspec.stages.tune_predict import DraftPiece, Model, Passes, Prediction
+from qspec.stages.tune_predict import DraftPiece, Model, Passes, Prediction, TargetPiece
 from qspec.stages.tune_space import PLAIN, Pruned
 
 BANDWIDTH_SHARE = 0.8
@@ -109,20 +109,19 @@ def predict_device(pieces: Pieces, sheet: DeviceSheet) -> WhatIf:
 
 def device_model(pieces: Pieces, sheet: DeviceSheet, context: int) -> Model:
     """Measured laws and harm with the passes of a data sheet; every request brings a prompt of `context` tokens."""
-    space, targets, drafts = pieces.halves.space, {}, dict[str, DraftPiece]()
+    space, targets, drafts = pieces.halves.space, dict[str, TargetPiece](), dict[str, DraftPiece]()
     for name, pair in space.targets.items():
-        piece = pieces.target(name, passes(pair.target, sheet, pieces, context))
-        targets[name] = replace(piece, ttft=_prompt(pair.target, sheet, context))
+        target = pieces.target(name, passes(pair.target, sheet, pieces, context))
+        targets[name] = replace(target, ttft=_prompt(pair.target, sheet, context))
     for name, pair in space.drafts.items():
         if name == PLAIN:
             continue
-        if pair.draft is None:
-            piece = pieces.draft(name, {})
-            head = pair.head and pass_seconds(pair.head.cost, sheet_rates(sheet, {}), 1, 0, 1)
-            drafts[name] = replace(piece, seconds=piece.seconds if head is None else head)
-        else:
-            piece = pieces.draft(name, passes(pair.draft, sheet, pieces, context))
-            drafts[name] = replace(piece, prompts=[_prompt(pair.draft, sheet, context)] * len(piece.prompts))
+        draft = pieces.draft(name, passes(pair.draft, sheet, pieces, context) if pair.draft is not None else {})
+        if pair.draft is not None:
+            draft = replace(draft, prompts=[_prompt(pair.draft, sheet, context)] * len(draft.prompts))
+        elif pair.head is not None:
+            draft = replace(draft, seconds=pass_seconds(pair.head.cost, sheet_rates(sheet, {}), 1, 0, 1))
+        drafts[name] = draft
     return Model(targets, drafts)
 
 
