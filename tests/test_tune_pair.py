@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from qspec import tune_pair
+from qspec.bridges import harness
 from qspec.bridges.harness import Sample, Scores
 from qspec.errors import RecipeError
 from qspec.numerics.lowering import path
 from qspec.schema.recipe import Recipe
 from qspec.schema.tuning import LayersSpec
 from qspec.spec.types import Sampling
-from qspec.stages import tune_measure, tune_tasks
+from qspec.stages import tune_measure
 from qspec.stages.preview import preview
 from qspec.stages.preview_text import render
 from qspec.stages.tune_answer import Answer, pick
@@ -270,7 +271,7 @@ def test_tasks_are_paired_with_the_original_and_can_rule_a_target_out(
         samples = [Sample("toy", i, "d", "p", score, cut=False, prompt_cut=False) for i, score in enumerate(right)]
         return Scores("acc", samples, {})
 
-    monkeypatch.setattr(tune_tasks.harness, "evaluate", asked)
+    monkeypatch.setattr(harness, "evaluate", asked)
     found = {name: measure_tasks(study.pieces, [name])[name] for name in 2 * list(study.space.targets)}
     assert len(arms) == 2
     ((result,),) = found.values()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import cached_property
+import math
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class Pieces:
         def make() -> Json:
             self.progress.stage(f"accuracy of {name}")
             halves = self.halves
-            lm, told = halves.decoder(name), {"kl": float("nan"), "kl_ci": None, "top1": float("nan")}
+            lm, told = halves.decoder(name), Json(kl=math.nan, kl_ci=None, top1=math.nan)
             if fidelity is not None:
                 found = measure_fidelity(halves.original, lm, halves.target.tokenizer, fidelity, self.progress)[0]
                 told = {"kl": found.kl.value, "kl_ci": found.kl.ci, "top1": found.top1_agreement.value}

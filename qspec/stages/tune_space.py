@@ -123,12 +123,12 @@ def space_of(recipe: Recipe) -> Space:
     drafts: dict[str, PlannedPair] = {}
     own = recipe.target.quantization
     forms: list[Form] = []
-    for name, draft in _drafts(recipe, spec, cpu, pruned):
-        label = name.label if isinstance(name, Form) else name
+    for half, draft in _drafts(recipe, spec, cpu, pruned):
+        label = half.label if isinstance(half, Form) else half
         made = _admitted(label, lambda d=draft: _with(recipe, own, d), pruned)
         if made is not None:
             drafts[label] = made
-            forms += [name] if isinstance(name, Form) else []
+            forms += [half] if isinstance(half, Form) else []
     if not targets:
         raise RecipeError(f"tune of {recipe.name}", f"has no target that may run ({pruned[0][1]})", "add another")
     drafts = {PLAIN: next(iter(targets.values())), **drafts}

@@ -49,7 +49,13 @@ def test_single_losses_lower_one_unit_at_a_time() -> None:
 
 def test_the_descent_ends_at_the_floor_or_without_gain() -> None:
     """A search that walks on when every step makes drafts worse, or a choice below the floor."""
-    table = {(0,): (0.8, 1.0), (1,): (0.7, 1.2), (2,): (0.6, 1.1), (3,): (0.5, 1.1), (4,): (0.2, 9.0)}
+    table: dict[Levels, tuple[float, float]] = {
+        (0,): (0.8, 1.0),
+        (1,): (0.7, 1.2),
+        (2,): (0.6, 1.1),
+        (3,): (0.5, 1.1),
+        (4,): (0.2, 9.0),
+    }
     states = list(table)
     assert [stop.levels for stop in descend(states, table.__getitem__, 0.5, 2)] == states[:4]
     whole = descend(states, table.__getitem__, 0.5, 9)
