@@ -480,6 +480,8 @@ def serve(
     from qspec.stages.serve import serving
 
     job = serving(pair, draft=not no_draft, more=context.args)
+    for note in job.notes:
+        print(note, file=sys.stderr)
     for warning in job.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if only_print:

@@ -29,7 +29,7 @@ from qspec.stages.check import read_manifest
 from qspec.stages.open_pair import LoadedPair, open_pair
 from qspec.stages.serve import serving
 
-PAIR = Path("runs/smollm2-135m-int8-cpu/pair")
+PAIR = Path("runs/smollm2-135m-self-cpu/pair")
 BASELINE = Path("eval/baselines/vllm_cpu.json")
 OWN = "vLLM, plain and speculative"
 SPACINGS = 2

@@ -1,8 +1,9 @@
 """A vLLM plugin that serves MLP speculators, which vLLM itself no longer does: a proposer, and the states it needs.
 
 vLLM loads a proposer of ours by its name (`--speculative-config`, method custom_class) and asks it for drafts, but
-without the target's hidden states; `register` (entry point `vllm.general_plugins`) hands these over. This file runs in
-vLLM's environment, where qspec lies without its dependencies: it needs torch and safetensors.
+without the target's hidden states and the length that its schedule has for the batch; `register` (entry point
+`vllm.general_plugins`) hands these over. This file runs in vLLM's environment, where qspec lies without its
+dependencies: it needs torch and safetensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ PROPOSER = f"{__name__}.HeadProposer"
 FOLDER_KEY = "qspec_head"
 """Of `--additional-config`: the folder of the head."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_HANDED = ("sampled_token_ids", "sample_hidden_states", "spec_decode_metadata")
+_HANDED = ("scheduler_output", "sampled_token_ids", "sample_hidden_states", "spec_decode_metadata")
 _TAKEN = "propose_draft_token_ids"
+_SCHEDULE, _SCHEDULED = "num_speculative_tokens_per_batch_size", "num_spec_tokens_to_schedule"
 
 
 class HeadProposer:
@@ -44,15 +46,22 @@ class HeadProposer:
             raise SourceError(f"num_speculative_tokens {self._k}", f"the head drafts {n}", f"ask for at most {n}")
         self._head = _load(folder, target)
         self._hidden: Tensor | None = None
+        self._by_batch = getattr(vllm_config.speculative_config, _SCHEDULE, None) is not None
+        self._now = self._k
 
     def load_model(self, target_model: Any) -> None:
         """The head was loaded from its own file."""
 
-    def follow(self, hidden_RH: Tensor, rows: Sequence[int], sampled: Sequence[Sequence[int]]) -> None:
+    def follow(
+        self, hidden_RH: Tensor, rows: Sequence[int], sampled: Sequence[Sequence[int]], scheduled: int | None = None
+    ) -> None:
         """Take the states behind which vLLM has sampled: `rows` of them per request, of which the accepted ones count.
 
-        The state that counts is the last accepted one's: it has seen all tokens but the newest.
+        The state that counts is the last accepted one's: it has seen all tokens but the newest. scheduled: tokens to
+        draft at the batch size at hand, which vLLM's scheduler knows and does not tell proposers of this method; heard
+        where there is a schedule.
         """
+        self._now = min(self._k, scheduled) if self._by_batch and scheduled is not None else self._k
         starts = [sum(rows[:i]) for i in range(len(rows))]
         last = [start + max(0, len(tokens) - 1) for start, tokens in zip(starts, sampled, strict=True)]
         self._hidden = hidden_RH[torch.tensor(last, device=hidden_RH.device)].float()
@@ -69,13 +78,13 @@ class HeadProposer:
         assert self._hidden is not None, "the states were not handed over: is the plugin loaded?"
         active = [i for i, tokens in enumerate(sampled_token_ids) if len(tokens)]
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if not active:
+        if not active or not self._now:
             return drafts
         head = self._head = self._head.to(self._hidden.device)
         state = head.begin(self._hidden[active])
         tokens_R = torch.tensor([sampled_token_ids[i][-1] for i in active], device=state.device)
         chosen: list[Tensor] = []
-        for i in range(self._k):
+        for i in range(self._now):
             state, logits_RD = head.advance(i, state, tokens_R)
             tokens_R = logits_RD.argmax(-1)
             if head.ids_D is not None:
@@ -109,9 +118,9 @@ def handing_over(taken: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(self.drafter, HeadProposer):
             told = signature.bind(self, *args, **kwargs)
             told.apply_defaults()
-            sampled, hidden_RH, drafted = (told.arguments[name] for name in _HANDED)
+            scheduler, sampled, hidden_RH, drafted = (told.arguments[name] for name in _HANDED)
             rows = [1] * len(sampled) if drafted is None else [n + 1 for n in drafted.num_draft_tokens]
-            self.drafter.follow(hidden_RH, rows, sampled)
+            self.drafter.follow(hidden_RH, rows, sampled, getattr(scheduler, _SCHEDULED, None))
         return taken(self, *args, **kwargs)
 
     propose.hands_states = True  # type: ignore[attr-defined]

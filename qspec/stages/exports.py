@@ -47,7 +47,7 @@ def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, A
             depth = {"num_speculative_tokens": k, "suffix_decoding_max_tree_depth": most + k}
             return {"method": "suffix", **depth} | ({} if across else {"suffix_decoding_max_cached_requests": 0})
         case MlpDraft(n_predict=most):
-            return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": min(k, most)}
+            return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": min(k, most)} | batches
     config: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, **batches}
     if recipe.draft.quantization.scheme != "none":
         config["quantization"] = "compressed-tensors"
@@ -201,8 +201,11 @@ def _more(kv: KVScheme) -> str:
 def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
     served, k = True, recipe.speculation.draft_length.k
     match recipe.draft:
-        case MlpDraft():
-            detail = "by qspec's plugin (method custom_class; `pip install --no-deps qspec` beside vLLM), greedy drafts"
+        case MlpDraft(n_predict=most):
+            k = min(k, most)
+            detail = "by qspec's plugin only (custom_class; `pip install --no-deps qspec` beside vLLM), greedy drafts"
+            if recipe.speculation.draft_length.by_batch:
+                detail += "; by_batch through the plugin, the method itself does not know it"
         case NgramDraft():
             detail = "method ngram: needs no draft files"
         case SuffixDraft():
@@ -224,8 +227,9 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
             detail += "; on CPU greedy only (temperatures are lost there)"
     if served and (lacking := _VLLM_LACKS.get(recipe.speculation.draft_length.policy)):
         detail += f"; draft length fixed at {k}, vLLM has no {lacking}"
-    if served and isinstance(recipe.draft, ModelDraft | SelfDraft) and recipe.draft.lookup != "none":
-        detail += "; it drafts with the model alone, without lookup"
+    if served and isinstance(recipe.draft, ModelDraft | SelfDraft | MlpDraft) and recipe.draft.lookup != "none":
+        who = "head" if isinstance(recipe.draft, MlpDraft) else "model"
+        detail += f"; it drafts with the {who} alone, without lookup: both together run in qspec's own engine only"
     if served and recipe.drafts_trees:
         detail += "; chains, vLLM has no trees here"
     return Served(runtime="vllm", part="draft", served=served, detail=detail)

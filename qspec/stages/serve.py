@@ -20,11 +20,15 @@ HALF = ("--dtype", "bfloat16")
 
 @dataclass(frozen=True)
 class Serving:
-    """What is started: the target's folder, and the arguments behind it. `warnings`: what was not measured of that."""
+    """What is started: the target's folder, and the arguments behind it.
+
+    warnings: what was not measured of that. notes: how each part is served, and what of it vLLM does not do.
+    """
 
     model: Path
     arguments: tuple[str, ...]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
@@ -40,8 +44,10 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     manifest, (_, halves) = read_manifest(pair), examine(pair)
     recipe = Recipe.model_validate(manifest.recipe)
     target = halves["target"]
-    for part in exports(recipe, read_device(recipe.device), target.arch):
-        if part.runtime == "vllm" and not part.served and (draft or part.part != "draft"):
+    parts = [part for part in exports(recipe, read_device(recipe.device), target.arch) if part.runtime == "vllm"]
+    parts = [part for part in parts if draft or part.part != "draft"]
+    for part in parts:
+        if not part.served:
             fix = "serve it without its draft: --no-draft" if part.part == "draft" else "make a pair that it serves"
             raise PairError(f"{part.part} of {pair}", f"vLLM cannot serve it: {part.detail}", fix)
     if recipe.device == "cpu" and kv_flag(target.plan.kv) == "fp8" and not _wide(environment()["instruction_sets"]):
@@ -52,7 +58,8 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
         arguments += HALF
     results = measured(pair)
     unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
-    return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)))
+    notes = tuple(f"{part.part}: {part.detail}" for part in parts)
+    return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)), notes)
 
 
 def original_serving(model: Path, recipe: Recipe, context: int, more: Sequence[str] = ()) -> Serving:

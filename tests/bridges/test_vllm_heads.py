@@ -56,10 +56,11 @@ class Runner:
 
 
 def test_drafts_are_those_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch the state of a rejected token, of another request, and ids of the reduced vocabulary."""
+    """Would catch the state of a rejected token or another request, wrong ids, and a schedule that is not heard."""
     head, config = _stored(tmp_path)
     taken = vllm_heads.handing_over(Runner.propose_draft_token_ids)
     monkeypatch.setattr(Runner, "propose_draft_token_ids", taken)
+    config.speculative_config.num_speculative_tokens_per_batch_size = [[1, 2, N]]
     runner = Runner(vllm_heads.HeadProposer(config))
     sampled = [[7, 2], [], [5]]  # of 2 drafts 1 stood; a prompt that goes on; no drafts were there
     drafted = SimpleNamespace(num_draft_tokens=[2, 0, 0])
@@ -69,6 +70,10 @@ def test_drafts_are_those_of_the_engine(tmp_path: Path, monkeypatch: pytest.Monk
         assert drafts[request] == _expected(head, STATES[row], sampled[request][-1])
     plain = runner.propose_draft_token_ids(None, [[1], [2]], STATES[:2])
     assert plain == [_expected(head, STATES[i], i + 1) for i in range(2)]
+    for scheduled in (1, 0):  # of a schedule by batch size
+        told = SimpleNamespace(num_spec_tokens_to_schedule=scheduled)
+        fewer = runner.propose_draft_token_ids(told, [[1], [2]], STATES[:2])
+        assert fewer == [_expected(head, STATES[i], i + 1)[:scheduled] for i in range(2)]
 
 
 def _expected(head: MLPSpeculator, state_H: Tensor, token: int) -> list[int]:

@@ -229,7 +229,12 @@ def test_suffix_becomes_vllm_s_method():
 def test_batch_schedule_reaches_vllm():
     """Would catch a schedule that the server never hears, or hears with a method that does not know it."""
     speculation = {"draft_length": {"k": 3, "by_batch": [[1, 8, 3], [9, 64, 0]]}}
-    for draft in ({"kind": "self"}, {"kind": "ngram"}):
+    head = {"kind": "mlp_speculator", "model": "org/acc", "lookup": "suffix", "n_predict": 2}
+    detail = line(recipe(draft=head, speculation=speculation), "vllm", "draft")[1]
+    assert "by_batch through the plugin" in detail
+    assert "head alone, without lookup" in detail
+    assert "fixed at 2, vLLM has no +2/-1" in detail
+    for draft in ({"kind": "self"}, {"kind": "ngram"}, head):
         config = vllm_speculative_config(recipe(draft=draft, speculation=speculation))
         assert config["num_speculative_tokens_per_batch_size"] == [[1, 8, 3], [9, 64, 0]]
     suffix = recipe(draft={"kind": "suffix"}, speculation=speculation)

@@ -41,7 +41,9 @@ def test_everything_is_said_aloud(pair: Path, capsys: pytest.CaptureFixture[str]
     assert (config["method"], config["num_speculative_tokens"], config["kv_cache_dtype"]) == ("draft_model", 3, "fp8")
     assert "--speculative-config" not in serving(pair, draft=False).arguments
     assert main(["serve", str(pair), "--print", "--", "--tensor-parallel-size", "2"]) == 0
-    assert capsys.readouterr().out.strip() == job.command
+    said = capsys.readouterr()
+    assert said.out.strip() == job.command
+    assert "draft: method draft_model" in said.err
 
 
 def test_what_vllm_cannot_serve_is_refused_before_it_starts(tmp_path: Path) -> None:
