@@ -20,7 +20,8 @@ Row = dict[str, Any]
 class Timed:
     """A group of requests: seconds to each one's first token and per token after it, and of all together.
 
-    drafted, accepted, steps: draft tokens and decoding steps of all; grown: bytes that the process grew by at most.
+    drafted, accepted, steps: draft tokens (of a tree its depth) and decoding steps of all; grown: bytes that the
+    process grew by at most; nodes, drafting: all tokens that were drafted, and the seconds that it took.
     """
 
     ttft: tuple[float, ...]
@@ -31,6 +32,8 @@ class Timed:
     accepted: int = 0
     steps: int = 0
     grown: int = 0
+    nodes: int = 0
+    drafting: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -52,6 +55,8 @@ def timed(group: Sequence[Generation], seconds: float, grown: int = 0) -> Timed:
         sum(step.accepted for step in steps),
         len(steps),
         grown,
+        sum(step.nodes for step in steps),
+        sum(step.t_draft for step in steps),
     )
 
 
@@ -75,6 +80,10 @@ def row(mine: Mapping[int, Timed], base: Mapping[int, Timed], ttft_limit: float)
         accepted, steps = sum(run.accepted for run in runs), sum(run.steps for run in runs)
         found["tokens_per_step"] = round(1 + accepted / steps, 3)
         found["drafted_per_step"] = round(drafted / steps, 3)
+    if nodes := sum(run.nodes for run in runs):
+        steps = sum(run.steps for run in runs)
+        found["nodes_per_step"] = round(nodes / steps, 3)
+        found["draft_ms"] = round(1000 * sum(run.drafting for run in runs) / steps, 3)
     return found
 
 

@@ -1,0 +1,98 @@
+"""Measure speedup by batch, prompt length and candidates beside its prediction; say from where on drafts never pay."""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bench_cli import read_options, write_baseline
+from bench_speed import Engine, studies, warm_up
+from speed_journal import WORK, Study
+import torch
+
+from qspec.nn.engines import engine_name
+from qspec.numerics.pareto import schedule
+from qspec.numerics.speedup import pass_cost
+from qspec.progress import Progress
+from qspec.provenance import environment
+from qspec.schema.speed_matrix import SpeedSubject
+from qspec.stages.speed_study import Row
+from qspec.stages.tune_pieces import Journal, Json, pass_times
+from qspec.stages.tune_predict import Passes, passes_of
+
+BASELINE = Path("eval/baselines/speculation_limits.json")
+PASSES = 7
+ROWS = (1, 2, 4, 7, 10, 16)
+"""Rows of a sequence in timed passes; those between lie on straight lines."""
+SHOWN = ("shape", "batch", "arm", "tpot_speedup", "predicted", "tokens_per_step", "never_pays_from_batch", "by_batch")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=BASELINE)
+    parser.set_defaults(server=[], pair=None)
+
+
+def passes(study: Study, engine: Engine) -> Json:
+    """Seconds of the target's passes by shape, batch and rows of each sequence, kept beside the study's cells."""
+    subject, found = study.subject, Json()
+    target = {"target": engine.target(study.arms[0])}
+    for shape, lengths in subject.shapes.items():
+        settings = [subject.model_dump(mode="json"), shape, ROWS, environment()["cpu"], torch.get_num_threads()]
+
+        def make(context: int = lengths.prompt) -> Json:
+            return pass_times(target, ROWS, subject.batches, context, PASSES, engine.progress)
+
+        found[shape] = Journal(WORK / "passes").kept("passes", settings, make)["target"]
+    return found
+
+
+def predicted(rows: Sequence[Row], times: Mapping[str, Passes]) -> Iterator[Row]:
+    """Rows with what a model says that knows drafts at the smallest batch and the target's passes, nothing else.
+
+    tokens of a step x T(b, 1) / (b x seconds of a proposal + T(b, 1 + nodes)): requests draft one after the other.
+    """
+    first = {(r["arm"], r["shape"]): r for r in reversed(rows)}  # batches rise
+    for row in rows:
+        small, at = first[row["arm"], row["shape"]], times[row["shape"]][row["batch"]]
+        if "nodes_per_step" not in small:
+            yield row
+            continue
+        known = {count: seconds for count, (seconds, _) in at.items()}
+        step = row["batch"] * small["draft_ms"] / 1000 + pass_cost(known, 1 + small["nodes_per_step"])
+        yield row | {"predicted": round(small["tokens_per_step"] * known[1] / step, 4)}
+
+
+def limits(subject: SpeedSubject, rows: Sequence[Row]) -> Iterator[Row]:
+    """By arm: the batch from which on no prompt length has a speedup above 1 (None: none is), and the schedule."""
+    for arm, spec in subject.arms.items():
+        mine = [r for r in rows if r["arm"] == arm and spec.draft is not None]
+        if not mine:
+            continue
+        last = max((r["batch"] for r in mine if r["tpot_speedup"][0] > 1), default=0)
+        by_batch = {batch: spec.policy.longest if batch <= last else 0 for batch in subject.batches}
+        off = next((batch for batch in subject.batches if batch > last), None)
+        yield {"arm": arm, "never_pays_from_batch": off, "by_batch": schedule(by_batch)}
+
+
+def main() -> None:
+    args = read_options(__doc__, "speculation_limits.yaml", add_options)
+    WORK.mkdir(parents=True, exist_ok=True)
+    progress, rows = Progress(), list[Row]()
+    facts = environment() | {"torch threads": str(torch.get_num_threads())}
+    for study in studies(args):
+        if args.again:
+            study.path.unlink(missing_ok=True)
+        engine = Engine(study.subject, progress)
+        times = {shape: passes_of(at) for shape, at in passes(study, engine).items()}
+        facts["engine"] = engine_name(engine.target(study.arms[0]))
+        warm_up(study.subject, study.arms, engine.measure)
+        study.run(engine.measure, facts["engine"], progress)
+        found = list(predicted(list(study.rows(None)), times))
+        rows += [*found, *limits(study.subject, found)]
+    progress.close()
+    write_baseline(args.out, facts, rows)
+    for row in rows:
+        print({key: row[key] for key in SHOWN if key in row})
+
+
+if __name__ == "__main__":
+    main()
