@@ -71,10 +71,7 @@ class Sampled:
     def verify(
         self, logits_BRV: Tensor, drafts_BK: Tensor, laws_BKV: Tensor | None, uniforms_BR: Tensor
     ) -> tuple[Tensor, Tensor]:
-        probs_BRV = self._law(logits_BRV)
-        return ops.verify_sampling(
-            probs_BRV, drafts_BK, probs_BRV[:, :0] if laws_BKV is None else laws_BKV, uniforms_BR
-        )
+        return ops.verify_sampling(self._law(logits_BRV), drafts_BK, laws_BKV, uniforms_BR)
 
 
 class Synthetic(Greedy):
