@@ -57,9 +57,7 @@ def matmuls() -> None:
         matmul.linear(x, weight)
         matmul.decoded(weight)
         if fmt != INT4:
-            x = twins.quantize_rows(torch.zeros(16, 512), fmt)
-            for tiles in few_rows.tilings(16, weight, 132)[:2]:
-                few_rows.few_rows(*x, weight, tiles)
+            few_rows.few_rows(*twins.quantize_rows(torch.zeros(16, 512), fmt), weight, few_rows.Tiles(64, 128, 4))
         else:
             matmul.linear((torch.zeros(64, 512).bfloat16(), None), weight)
     matmul.linear((torch.zeros(3, 512).bfloat16(), None), floats)
