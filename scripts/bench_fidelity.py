@@ -190,7 +190,7 @@ def table(arms: list[Arm]) -> Iterator[str]:
 
 
 def main() -> None:
-    args = read_options(__doc__, "fidelity.yaml")
+    args = read_options(__doc__, "fidelity.yaml", lambda parser: parser.add_argument("--rows", action="store_true"))
     progress = Progress()
     WORK.mkdir(parents=True, exist_ok=True)
     every = list(arms_of(read_matrix(args.matrix)))
@@ -201,7 +201,7 @@ def main() -> None:
         return
     absent = {arm.model: reason for arm in chosen if (reason := missing(arm.subject))}
     bench: Bench | None = None
-    for arm in chosen:
+    for arm in () if args.rows else chosen:
         if arm.model in absent or (arm.done and not args.again):
             continue
         if bench is None or bench.subject is not arm.subject:
@@ -211,7 +211,8 @@ def main() -> None:
         gc.collect()
     progress.close()
     rows = [row for arm in every if (record := arm.record()) for row in rows_of(arm, record)]
-    write_baseline(BASELINES / f"{args.matrix.stem}.json", environment(), rows)
+    baseline = BASELINES / f"{args.matrix.stem}.json"
+    write_baseline(baseline, json.loads(baseline.read_bytes())["environment"] if args.rows else environment(), rows)
     print(*table(every), *(f"{model}: skipped, {reason}" for model, reason in absent.items()), sep="\n")
 
 
