@@ -33,9 +33,10 @@ class Prompts:
 
         A tokenizer may have a BOS without adding it to what it encodes.
         """
-        bos = self.tokenizer.parts()["special tokens"].get("bos_token")
-        named = [self.tokenizer.vocabulary()[bos]] if bos else []
-        return next(iter([*self.tokenizer.encode(""), *named, *sorted(self.eos_ids)]), 0)
+        if added := self.tokenizer.encode(""):
+            return added[0]
+        bos = self.tokenizer.parts().get("special tokens", {}).get("bos_token")
+        return self.tokenizer.vocabulary()[bos] if bos else min(self.eos_ids, default=0)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt; a text that already begins with BOS gets no second one."""
