@@ -110,6 +110,8 @@ class HubStore(FolderStore):
         api, message = HfApi(), f"Publish pair {identity[:12]}"
         try:
             api.create_repo(self._repo, private=self._private, exist_ok=True)
+            if self._revision is not None:
+                api.create_branch(self._repo, branch=self._revision, exist_ok=True)
             api.create_commit(self._repo, operations, commit_message=message, revision=self._revision)
         except Exception as error:  # connection, permission and quota errors, of several unrelated families
             reason = " ".join(str(error).split())[:160] or type(error).__name__

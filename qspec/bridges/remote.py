@@ -34,7 +34,7 @@ class FolderStore:
         from fsspec.core import url_to_fs
 
         parts = urlsplit(address)
-        if parts.password:
+        if parts.password or (parts.username and parts.scheme in ("http", "https")):
             rule = "carries a password, which logs and shell histories would keep"
             fix = "put credentials where the service's own tools look for them"
             raise SourceError(f"{parts.scheme}://…@{parts.hostname}{parts.path}", rule, fix)
@@ -43,22 +43,24 @@ class FolderStore:
         try:
             self._fs: Any
             self._fs, self._root = url_to_fs(self.address, use_listings_cache=False)
+            self._fs.invalidate_cache()  # it may be an older store's, from before something was published
         except (ImportError, ValueError) as error:
             raise SourceError(address, f"cannot be reached ({_reason(error)})", fix) from error
 
     def read(self, name: str, most: int) -> bytes | None:
         """A small file's bytes, None if it is not there; more than `most` are refused."""
         with _explained(self.address, SourceError):
-            if not self._fs.exists(self._at(name)):
+            size = self._size(name)
+            if size is None:
                 return None
-            if self._fs.size(self._at(name)) > most:
+            if size > most:
                 raise SourceError(f"{self.address}/{name}", f"is larger than {most:,} bytes", "give a pair")
             return bytes(self._fs.cat_file(self._at(name)))
 
     def fetch(self, name: str, size: int, to: Path) -> None:
         """Copy a file of `size` bytes to `to`; one that is missing, or of another size, is refused unread."""
         with _explained(self.address, SourceError):
-            found = self._fs.size(self._at(name)) if self._fs.exists(self._at(name)) else None
+            found = self._size(name)
             if found != size:
                 rule = "is missing" if found is None else f"has {found} bytes instead of {size}"
                 raise SourceError(f"{self.address}/{name}", rule, "publish the pair again")
@@ -74,7 +76,7 @@ class FolderStore:
             self._fs.makedirs(self._root, exist_ok=True)
             kept = self._sizes() if self._marker() == identity else {}
             for name in [items[-1].name, *stale]:
-                if self._fs.exists(self._at(name)):
+                if self._size(name) is not None:
                     self._fs.rm_file(self._at(name))
             self._fs.pipe_file(self._at(MARKER), identity.encode())
             for item in items:
@@ -91,8 +93,15 @@ class FolderStore:
             self._fs.put_file(str(item.content), self._at(item.name))
 
     def _marker(self) -> str | None:
-        at = self._at(MARKER)
-        return self._fs.cat_file(at).decode(errors="replace") if self._fs.exists(at) else None
+        raw = None if self._size(MARKER) is None else self._fs.cat_file(self._at(MARKER))
+        return None if raw is None else str(raw.decode(errors="replace"))
+
+    def _size(self, name: str) -> int | None:
+        """Bytes of a file, None if it is not there. A failure is no absence, as it is to fsspec's `exists`."""
+        try:
+            return int(self._fs.info(self._at(name))["size"])
+        except FileNotFoundError:
+            return None
 
     def _sizes(self) -> dict[str, int]:
         found = self._fs.find(self._root, detail=True)

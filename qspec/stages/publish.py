@@ -39,6 +39,8 @@ def prepare(pair: Path, to: str, license: str | None = None, override: str | Non
 
     override: the reason why a pair is published although a gate failed; the card says it.
     """
+    if "://" not in to and Path(to).resolve().is_relative_to(pair.resolve()):
+        raise OutputError(to, f"lies in the pair, {pair}", "publish it elsewhere")
     check(pair)
     manifest, results = read_manifest(pair), measured(pair)
     against = ["nothing was measured"] if results is None else [*blockers(results), *stale(manifest, results)]

@@ -1,6 +1,6 @@
 """Publishing and fetching a pair: whole, verified, resumable, and never against its gates."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from qspec.schema.manifest import NAME
 from qspec.schema.results import Accuracy, Equality, Measurement as M, Mismatch, Results, Speed
 from qspec.stages import publish as stage
 from qspec.stages.check import check
+from qspec.stages.open_pair import open_pair
 from qspec.stages.package import package, seal
 from tests.stages.pairs import halves, recipe
 
@@ -94,8 +95,6 @@ def test_an_interrupted_upload_goes_on_and_is_no_pair_until_it_ends(
     """Would catch half a pair that others fetch, and an upload that begins anew."""
     publication = stage.prepare(pair, address)
 
-    class Cut(Exception): ...
-
     def cut(name: str) -> None:
         if name == publication.items[2].name:
             raise Cut
@@ -112,6 +111,51 @@ def test_an_interrupted_upload_goes_on_and_is_no_pair_until_it_ends(
     assert set(sent) == {item.name for item in publication.items} - done
     check(stage.pull(address, tmp_path / "back", lambda _: None))
     assert FolderStore(address).read(MARKER, 100) is None
+
+
+class Cut(Exception):
+    """A connection that ends, or a process that is killed."""
+
+
+def _cut_at(count: int) -> Callable[[str], None]:
+    """Ends at the `count`-th file that it is told of."""
+    told = list[str]()
+
+    def hear(name: str) -> None:
+        told.append(name)
+        if len(told) == count:
+            raise Cut
+
+    return hear
+
+
+def test_a_fetched_pair_answers_as_the_one_that_was_published(pair: Path, address: str, tmp_path: Path) -> None:
+    """Would catch a pair that passes its checks and is another one in use, both ways having been interrupted."""
+    publication = stage.prepare(pair, address)
+    for count in (3, 7):
+        with pytest.raises(Cut):
+            stage.publish(publication, address, told=_cut_at(count))
+    stage.publish(publication, address, told=lambda _: None)
+    for count in (2, 5):
+        with pytest.raises(Cut):
+            stage.pull(address, tmp_path / "back", _cut_at(count))
+    back = stage.pull(address, tmp_path / "back", lambda _: None)
+    assert check(back) == check(pair)
+    prompts = ("The quick brown fox", "0, 12 and")
+    for temperature in (0.0, 1.0):
+        ours, theirs = (
+            [open_pair(p).generate(prompt, 24, temperature=temperature, seed=3) for prompt in prompts]
+            for p in (pair, back)
+        )
+        assert [one.text for one in theirs] == [one.text for one in ours]
+        assert all(step.drafted for one in theirs for step in one.generation.steps[:2])
+
+
+def test_a_pair_is_not_published_into_itself(pair: Path) -> None:
+    """Would catch a pair that no longer passes its own check, for the files that were published into it."""
+    with pytest.raises(OutputError, match="lies in the pair"):
+        stage.prepare(pair, f"{pair}/published")
+    check(pair)
 
 
 def test_another_pair_is_replaced_only_when_asked_for(pair: Path, address: str, tmp_path: Path) -> None:
@@ -178,18 +222,25 @@ def test_the_hub_gets_one_commit(pair: Path, monkeypatch: pytest.MonkeyPatch) ->
         def create_repo(self, repo: str, **options: Any) -> None:
             seen.append((repo, options))
 
+        def create_branch(self, repo: str, **options: Any) -> None:
+            seen.append((repo, options))
+
         def create_commit(self, repo: str, operations: list[Any], **options: Any) -> None:
             seen.append((repo, {o.path_in_repo for o in operations}, options["revision"]))
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(FolderStore, "read", lambda self, name, most: None)
     told = _publish(pair, "hf://org/name@v2", private=True)
-    assert seen == [("org/name", {"private": True, "exist_ok": True}), ("org/name", set(told), "v2")]
+    assert seen == [
+        ("org/name", {"private": True, "exist_ok": True}),
+        ("org/name", {"branch": "v2", "exist_ok": True}),
+        ("org/name", set(told), "v2"),
+    ]
     with pytest.raises(SourceError, match="no address of a repository"):
         stage.publish(stage.prepare(pair, "hf://name"), "hf://name", told=print)
 
 
-@pytest.mark.parametrize("address", ["s3://key:secret@host/bucket", "nosuchthing://x/y"])
+@pytest.mark.parametrize("address", ["s3://key:secret@host/bucket", "https://secret@host/x", "nosuchthing://x/y"])
 def test_addresses_that_are_refused(address: str) -> None:
     """Would catch a password kept in logs, and a traceback for a mistyped scheme."""
     with pytest.raises(SourceError) as error:
