@@ -98,10 +98,15 @@ def rope_write(
     slots_BR: Tensor,
     cache: KVLayer,
 ) -> Tensor:
-    """Rotated queries; keys and values are rounded as the cache stores them and written at `slots`. Eager so far."""
+    """Rotated queries; keys and values are rounded as the cache stores them and written at `slots`, in one pass."""
     _check("q_BRQD", q_BRQD, 4)
     if slots_BR.shape != q_BRQD.shape[:2] or positions_BR.shape != q_BRQD.shape[:2]:
         raise ValueError(f"slots {tuple(slots_BR.shape)} or positions: one for each row {tuple(q_BRQD.shape[:2])}")
+    if takes_kernels(q_BRQD):
+        from qspec.ops.cuda import attention, rope
+
+        if attention.takes(q_BRQD, cache):
+            return rope.rope_write(q_BRQD, k_BRGD, v_BRGD, cos_LD, sin_LD, positions_BR, slots_BR, cache)
     return twins.rope_write(q_BRQD, k_BRGD, v_BRGD, cos_LD, sin_LD, positions_BR, slots_BR, cache)
 
 
@@ -110,6 +115,11 @@ def attend(q_BRQD: Tensor, cache: KVLayer, lengths_B: Tensor, ancestors_BR: Tens
     _check("q_BRQD", q_BRQD, 4)
     if q_BRQD.shape[2] % cache.k_BGLD.shape[1] or ancestors_BR.dtype != torch.int64:
         raise ValueError(f"{q_BRQD.shape[2]} query heads, ancestors {ancestors_BR.dtype}: a multiple of G, and int64")
+    if takes_kernels(q_BRQD):
+        from qspec.ops.cuda import attention
+
+        if attention.takes(q_BRQD, cache):
+            return attention.attend(q_BRQD, cache, lengths_B, ancestors_BR, scale)
     return twins.attend(q_BRQD, cache, lengths_B, ancestors_BR, scale)
 
 

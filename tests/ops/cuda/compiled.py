@@ -73,7 +73,27 @@ def rows() -> None:
         rows.silu_mul(x, fmt, torch.ones(1) if fmt == FP8_E4M3 else None)
 
 
-PARTS = {"rows": rows, "matmuls": matmuls}
+def caches() -> None:
+    from qspec.ops.cuda import KVLayer, attention, rope
+
+    def cache(dtype: torch.dtype, *scale: float | torch.Tensor) -> KVLayer:
+        return KVLayer(torch.zeros(1, 8, 4096, 128).to(dtype), torch.zeros(1, 8, 4096, 128).to(dtype), *scale)
+
+    by_token = torch.zeros(1, 8, 4096), torch.zeros(1, 8, 4096)
+    q, zero = torch.zeros(1, 5, 32, 128).bfloat16(), torch.zeros(1, 5, dtype=torch.long)
+    table = torch.zeros(4096, 128).bfloat16()
+    for layer in (
+        cache(torch.bfloat16),
+        cache(torch.float8_e4m3fn, 0.1, 0.1),
+        cache(torch.float8_e4m3fn, *by_token),
+        cache(torch.int8, *by_token),
+    ):
+        attention.attend(q, layer, zero[:, 0], zero, 0.1)
+        rope.rope_write(q, q[:, :, :8], q[:, :, 8:16], table, table, zero, zero, layer)
+    attention.attend(q[:, :1], cache(torch.float32), zero[:, 0], zero[:, :1], 0.1, splits=1)
+
+
+PARTS = {"rows": rows, "matmuls": matmuls, "caches": caches}
 
 if __name__ == "__main__":
     compile_only(int(sys.argv[1]))

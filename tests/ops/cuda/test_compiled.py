@@ -17,5 +17,5 @@ def test_kernels_compile(capability: int, tmp_path: Path, pytestconfig: pytest.C
     command = [sys.executable, str(Path(__file__).with_name("compiled.py")), str(capability)]
     done = subprocess.run(command, env=env, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for name in ("rows", "few_rows", "decode", "finish"):
+    for name in ("rows", "few_rows", "decode", "finish", "attend", "merge", "rope"):
         assert f"compiled {name}_kernel sm_{capability}" in done.stdout
