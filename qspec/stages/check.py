@@ -13,7 +13,7 @@ from qspec.errors import IntegrityError, OutputError, PairError, QspecError
 from qspec.provenance import sha256_file
 from qspec.records import EMBEDDING, ArchMap, QuantizedModel, Tokenizer, layer_number
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
-from qspec.schema.problems import validate
+from qspec.schema.problems import short, validate
 from qspec.schema.recipe import LookupDraft, Recipe
 from qspec.stages.stale import measured, stale
 
@@ -54,6 +54,8 @@ def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
 def _check_recipe(manifest: Manifest) -> Recipe:
     """The recipe, if it is one and tells of the halves that the manifest lists."""
     recipe = validate(Recipe, manifest.recipe, f"{NAME}: recipe", IntegrityError)
+    if recipe.name != manifest.name:
+        raise IntegrityError(f"{NAME}: name {short(manifest.name)}", f"but the recipe's is {recipe.name!r}", _FETCH)
     if recipe.draft.kind != manifest.draft.kind:
         rule = f"is listed, but the recipe says {recipe.draft.kind!r}"
         raise IntegrityError(f"{NAME}: draft kind {manifest.draft.kind!r}", rule, _FETCH)
@@ -91,6 +93,13 @@ def check_tokenizers(target: Tokenizer, draft: Tokenizer) -> None:
         f"id {ours.get(first)} in the target and {theirs.get(first)} in the draft, but both must share one tokenizer",
         "use a draft of the same model family, or draft kind: ngram",
     )
+
+
+def differing_parts(target: Tokenizer, draft: Tokenizer) -> list[str]:
+    """What of two tokenizers differs beside ids. The target's is used: the draft has learned from other text."""
+    ours, theirs = target.parts(), draft.parts()
+    names = ("merges", "added tokens", "special tokens", "splitting", "chat template")
+    return [name for name in names if ours[name] != theirs[name]]
 
 
 def check_heads(target: ArchMap, draft: ArchMap) -> None:
@@ -216,6 +225,9 @@ def _check_vocabulary(
     if draft is not None:
         check_tokenizers(target.tokenizer, draft.tokenizer)
         check_heads(target.arch, draft.arch)
+        if parts := differing_parts(target.tokenizer, draft.tokenizer):
+            rule = "is not as the target's, which is used: expect fewer accepted tokens"
+            findings.append(f"warning: the draft's tokenizer ({', '.join(parts)}) {rule}")
     findings.append(
         f"tokenizer: {said.real_vocab} tokens in heads of {said.target_vocab} rows, the same for both halves"
     )

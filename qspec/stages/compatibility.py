@@ -7,7 +7,7 @@ from qspec.errors import PairError
 from qspec.records import Tokenizer
 from qspec.schema.problems import validate
 from qspec.schema.recipe import ModelSpec, Recipe
-from qspec.stages.check import check_tokenizers, read_manifest
+from qspec.stages.check import check_tokenizers, differing_parts, read_manifest
 from qspec.stages.forecast import ALPHAS, gain
 from qspec.stages.load import resolve_config, resolve_tokenizer
 from qspec.stages.planned import PlannedPair, resolve
@@ -62,12 +62,11 @@ def _tokenizer_findings(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Finding]
         check_tokenizers(ours, theirs)
     except PairError as error:
         yield Finding("refused", error.value, error.rule, error.fix)
-    mine, its = ours.parts(), theirs.parts()
-    for name in ("merges", "added tokens", "special tokens", "splitting"):
-        if mine[name] != its[name]:
+    for name in differing_parts(ours, theirs):
+        if name != "chat template":
             rule = "differ: the draft reads text that is split in other ways than what it has learned from"
             yield Finding("warning", f"{name} of the tokenizers", rule, "expect fewer accepted tokens; measure them")
-    templates = mine["chat template"], its["chat template"]
+    templates = ours.parts()["chat template"], theirs.parts()["chat template"]
     if bool(templates[0]) != bool(templates[1]):
         which = "target" if templates[0] else "draft"
         rule = f"only the {which} has one: a base and an instruct model agree on fewer tokens"

@@ -51,8 +51,7 @@ def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, A
     config: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, **batches}
     if recipe.draft.quantization.scheme != "none":
         config["quantization"] = "compressed-tensors"
-    config["kv_cache_dtype"] = draft_kv_dtype(recipe)
-    return config | ({"max_model_len": recipe.speculation.max_length} if recipe.speculation.max_length else {})
+    return config | {"kv_cache_dtype": draft_kv_dtype(recipe)}
 
 
 def kv_cache_dtype(kv: KVSpec | None) -> str:

@@ -13,17 +13,22 @@ from qspec.bridges import vllm
 from qspec.errors import SourceError
 
 FAKE = """
-import argparse, http.server, subprocess, sys
-parser = argparse.ArgumentParser()
+import argparse, http.server, os, subprocess, sys
+parser = argparse.ArgumentParser(allow_abbrev=False)
 for name in ("--model", "--host", "--fail", "--child"):
     parser.add_argument(name)
-parser.add_argument("--port", type=int)
-told = parser.parse_args()
+for name in ("--port", "--signal", "--requests"):
+    parser.add_argument(name, type=int)
+told, _ = parser.parse_known_args()
 if told.fail:
     sys.exit(7)
 if told.child:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     open(told.child, "w").write(str(child.pid))
+
+if told.signal:  # as a person or a service manager would send it; this server is never ready
+    os.kill(os.getppid(), told.signal)
+    import time; time.sleep(600)
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -31,7 +36,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def log_message(self, *_): ...
 
-http.server.HTTPServer((told.host, told.port), Handler).serve_forever()
+server = http.server.HTTPServer((told.host, told.port), Handler)
+if told.requests:  # it dies later
+    for _ in range(told.requests):
+        server.handle_request()
+    sys.exit(9)
+server.serve_forever()
 """
 
 

@@ -61,7 +61,6 @@ def test_draft_model_says_its_kv_dtype_and_quantization_aloud():
         "num_speculative_tokens": 3,
         "quantization": "compressed-tensors",
         "kv_cache_dtype": "auto",
-        "max_model_len": 64,
     }
     plain = recipe(draft={"kind": "self", "quantization": {"scheme": "none"}})
     assert "quantization" not in vllm_speculative_config(plain)

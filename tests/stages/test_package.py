@@ -68,7 +68,6 @@ def test_serving_section(made: Halves, tmp_path: Path) -> None:
         "num_speculative_tokens": 3,
         "quantization": "compressed-tensors",
         "kv_cache_dtype": "fp8",
-        "max_model_len": 128,
     }
     assert "--kv-cache-dtype fp8" in manifest.speculation["vllm_command"]
     assert manifest.exportable
