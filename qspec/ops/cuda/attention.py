@@ -235,4 +235,4 @@ def attend(
 
 def best_splits(tiles: int, positions: int, programs: int) -> int:
     """Parts of a context: two programs per processor, none with less than 128 positions, 64 at most."""
-    return max(min(triton.cdiv(2 * programs, tiles), triton.cdiv(positions, 128), 64), 1)
+    return max(min(-(-2 * programs // tiles), -(-positions // 128), 64), 1)

@@ -145,7 +145,7 @@ def best_tiles(codes_NK: Tensor, scale_N: Tensor | None, weight: CudaWeight) -> 
 
 def tile_rows(rows: int) -> int:
     """Rows of a tile: 16, 32 or 64."""
-    return max(triton.next_power_of_2(rows), 16)
+    return max(int(triton.next_power_of_2(rows)), 16)
 
 
 def tilings(rows: int, weight: CudaWeight, programs: int) -> list[Tiles]:
