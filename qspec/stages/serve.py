@@ -1,12 +1,13 @@
 """How a pair is served by vLLM: arguments that say everything aloud, for a pair that is intact and that it can run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 import shlex
 
 from qspec.errors import PairError
 from qspec.provenance import environment
+from qspec.records import QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.stages.check import examine, read_manifest
@@ -53,13 +54,38 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     if recipe.device == "cpu" and kv_flag(target.plan.kv) == "fp8" and not _wide(environment()["instruction_sets"]):
         rule = "vLLM stores it on x86 with AVX-512 or AMX only, and this CPU has neither"
         raise PairError(f"FP8 KV of {pair}", rule, "serve it elsewhere, or make the pair with kv: null in both halves")
+    drafting = halves if draft else {"target": target}
+    _require_split(asked(more, "--tensor-parallel-size", "-tp"), drafting)
     arguments = ["--served-model-name", manifest.name, *vllm_arguments(recipe, str(pair), target.plan.kv, draft=draft)]
     if recipe.device == "cpu" and manifest.validity.dtype == "float32":
         arguments += HALF
     results = measured(pair)
     unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
+    if draft and recipe.speculation.draft_length.by_batch and asked(more, "--data-parallel-size", "-dp") > 1:
+        unproven.append("draft_length.by_batch is dropped by vLLM where requests are spread by --data-parallel-size")
     notes = tuple(f"{part.part}: {part.detail}" for part in parts)
     return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)), notes)
+
+
+def asked(more: Sequence[str], *names: str) -> int:
+    """A number among the caller's own arguments, the last one given; 1 where it is not."""
+    found = 1
+    for argument, behind in zip(more, [*more, ""][1:], strict=True):
+        name, equals, value = argument.partition("=")
+        number = value if equals else behind
+        if name.replace("_", "-") in names and number.isdigit():
+            found = int(number)
+    return found
+
+
+def _require_split(size: int, halves: Mapping[str, QuantizedModel]) -> None:
+    """vLLM splits both halves alike, by heads, and says so only after it has started its workers."""
+    for name, half in halves.items():
+        if half.arch.n_heads % max(1, size):
+            sizes = [n for n in range(1, half.arch.n_heads + 1) if half.arch.n_heads % n == 0]
+            rule = f"cannot split the {half.arch.n_heads} heads of the {name}"
+            fix = f"give one of {', '.join(map(str, sizes))}" + ("; or --no-draft" if name == "draft" else "")
+            raise PairError(f"--tensor-parallel-size {size}", rule, fix)
 
 
 def original_serving(model: Path, recipe: Recipe, context: int, more: Sequence[str] = ()) -> Serving:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+import shlex
 
 import pytest
 
@@ -72,3 +73,36 @@ def test_a_changed_command_in_the_manifest_is_not_run(pair: Path, tmp_path: Path
     (copy / "pair.json").write_text(text.replace("--kv-cache-dtype fp8", "--trust-remote-code"), encoding="utf-8")
     with pytest.raises(IntegrityError):
         serving(copy)
+
+
+def test_options_of_scale_pass_through(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a pair that can only be served by one device, and an option that is lost, moved or split in two."""
+    scale = "--tensor-parallel-size 2 --pipeline-parallel-size 4 --distributed-executor-backend ray --nnodes 2"
+    assert main(["serve", str(pair), "--print", "--", *scale.split()]) == 0
+    printed = capsys.readouterr().out.strip()
+    assert printed.endswith(f" {scale}")
+    assert shlex.split(printed)[:3] == ["vllm", "serve", f"{pair}/target"]
+    assert main(["serve", str(pair), "--print", "--no-draft", "--", "-tp=4"]) == 0
+    assert capsys.readouterr().out.strip().endswith(" -tp=4")
+
+
+@pytest.mark.parametrize(
+    "given", [["--tensor-parallel-size", "3"], ["-tp=8"], ["--tensor_parallel_size=2", "-tp", "3"]]
+)
+def test_heads_that_cannot_be_split_are_refused(pair: Path, given: list[str]) -> None:
+    """Would catch workers on every device that start, load, and then find out."""
+    with pytest.raises(PairError, match=r"cannot split the 4 heads of the target; give one of 1, 2, 4"):
+        serving(pair, more=given)
+
+
+def test_a_schedule_by_batch_is_in_the_servers_own_words(tmp_path: Path) -> None:
+    """Would catch a schedule that stays in the manifest, and one that the server drops without a word."""
+    length = {"policy": "fixed", "k": 3, "by_batch": [[1, 4, 3], [5, 32, 0]]}
+    scheduled = recipe(speculation={"draft_length": length, "max_length": 128})
+    pair = package(*halves(tmp_path / "source"), scheduled, tmp_path)
+    job = serving(pair, more=["--data-parallel-size", "2"])
+    config = json.loads(job.arguments[job.arguments.index("--speculative-config") + 1])
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 4, 3], [5, 32, 0]]
+    assert config["num_speculative_tokens"] == 3  # vLLM clips the schedule to it
+    assert any("by_batch is dropped" in warning for warning in job.warnings)
+    assert not any("by_batch" in warning for warning in serving(pair).warnings)

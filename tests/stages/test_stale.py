@@ -1,6 +1,7 @@
 """Measurements that no longer speak of their pair."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,25 @@ def test_another_half_or_another_setting_is_named(sealed: tuple[Path, Results], 
     _seal(copy, other, tmp_path)
     assert "stale, measure again: draft/model.safetensors is not the file that was measured" in check(copy)
     assert serving(copy).warnings == ("draft/model.safetensors is not the file that was measured",)
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"scheme": "FP8_DYNAMIC"}, "scheme"), ({"kv": None}, "kv"), ({"kv": {"scales": "cast"}}, "kv.scales")],
+)
+def test_a_change_of_either_half_is_named(
+    sealed: tuple[Path, Results], half: str, change: dict[str, Any], named: str
+) -> None:
+    """Would catch acceptance that is told on although the scheme or the cache of one half is another one now."""
+    pair, results = sealed
+    fields = recipe().as_dict()
+    before = fields[half]["quantization"]
+    fields[half]["quantization"] = before | {
+        key: before[key] | value if isinstance(value, dict) else value for key, value in change.items()
+    }
+    other = results.model_copy(update={"recipe": fields})
+    assert stale(read_manifest(pair), other) == [f"{half}.quantization.{named} is not what was measured"]
 
 
 def test_arguments_by_hand_that_change_acceptance_are_warned_of(
