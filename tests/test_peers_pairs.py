@@ -279,7 +279,9 @@ def run_snippet(recipe: Recipe, pair: Path) -> tuple[dict[str, Any], str]:
     return names, printed.getvalue().removesuffix("\n")
 
 
-@pytest.mark.parametrize(("scheme", "policy"), [("W8A8", "fixed")])
+@pytest.mark.parametrize(
+    ("scheme", "policy"), [("W8A8", "fixed"), ("FP8_DYNAMIC", "heuristic"), ("W4A16", "confidence")]
+)
 def test_T57_assisted_equals_greedy_in_transformers(llama: Path, scheme: str, policy: str, tmp_path: Path) -> None:
     """Assisted generation wrote another text than greedy decoding: the emitted snippet is run, in this release."""
     pair, recipe = with_draft(llama, tmp_path, scheme)
@@ -296,6 +298,21 @@ def test_T57_prompt_lookup_equals_greedy_in_transformers(llama: Path, tmp_path: 
     recipe = a_recipe(llama, {"kind": "ngram"})
     names, printed = run_snippet(recipe, package(quantized(llama, "W8A8"), None, recipe, tmp_path))
     assert printed == names["tokenizer"].decode(names["target"].generate(**names["inputs"], max_new_tokens=64)[0])
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC", "W4A16"])
+def test_T63_a_quantized_assistant_drafts_with_its_cache(llama: Path, scheme: str, tmp_path: Path) -> None:
+    """An assistant in 8 bits failed, or wrote something else, as soon as it used its cache."""
+    pair, recipe = with_draft(llama, tmp_path, scheme)
+    names, _ = run_snippet(recipe, pair)
+    draft, inputs = names["draft"], names["inputs"]
+    calls = list[int]()
+    draft.register_forward_pre_hook(lambda _m, _a, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    names["target"].generate(**inputs, max_new_tokens=24, assistant_model=draft)
+    assert calls
+    assert max(calls[1:]) <= 4  # of each round the new tokens only, so the cache was used
+    cached, anew = (draft.generate(**inputs, max_new_tokens=16, use_cache=cache) for cache in (True, False))
+    assert torch.equal(cached, anew)
 
 
 @pytest.fixture
