@@ -235,16 +235,17 @@ def main() -> None:
         print(*(f"{len(s.kept())} kept, {len(s.todo)} to do, {s.name}" for s in every), sep="\n")
         return
     facts: dict[str, Any] = environment() | {"torch threads": str(torch.get_num_threads())}
+    if args.rows and out.exists():  # nothing is measured, so what was measured stays: the bandwidth too
+        facts = json.loads(out.read_bytes())["environment"]
     for study in () if args.rows else every:
         if args.again:
             study.path.unlink(missing_ok=True)
         run(study, servers, progress)
     progress.close()
     facts["engine"] = "; ".join(dict.fromkeys(e["engine"] for study in every for e in study.entries()))
-    local = not servers and all(study.subject.device == "cpu" for study in every)
-    speed = bandwidth().value if local else None
-    if speed:
-        facts["memory read, GB/s"] = f"{speed / 1e9:.2f}"
+    if not servers and all(study.subject.device == "cpu" for study in every):
+        facts.setdefault("memory read, GB/s", f"{bandwidth().value / 1e9:.2f}")
+    speed = 1e9 * float(facts["memory read, GB/s"]) if "memory read, GB/s" in facts else None
     by_study = [(study, list(study.rows(speed))) for study in every]
     rows = [each for _, own in by_study for each in own]
     limits = [each for study, own in by_study for each in largest_batches(own, study.subject.ttft_s)]

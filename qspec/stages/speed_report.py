@@ -211,8 +211,8 @@ def _cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], ...]:
 def _largest(rows: Sequence[Row]) -> Table:
     shapes = tuple(dict.fromkeys(row["shape"] for row in rows))
     arms = dict.fromkeys((row["model"], row["arm"]) for row in rows)
-    found = {(row["model"], row["arm"], row["shape"]): row["largest_batch"] for row in rows}
-    cells = tuple((arm, *(count(found[model, arm, shape]) for shape in shapes)) for model, arm in arms)
+    found = {(row["model"], row["arm"], row["shape"]): count(row["largest_batch"]) for row in rows}
+    cells = tuple((arm, *(found.get((model, arm, shape), "") for shape in shapes)) for model, arm in arms)
     limit = rows[0]["ttft_limit_s"]
     caption = f"Largest batch of those that were tried, with a worst first token within {limit:g} s (0: none)"
     return Table(caption, ("", *shapes), cells)
