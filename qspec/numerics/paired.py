@@ -106,6 +106,18 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
     return rho, sum(other >= abs(rho) - 1e-12 for other in orders) / len(orders)
 
 
+def rank_interval(rho: float, n: int) -> tuple[float, float] | None:
+    """95 % interval of Spearman's rho over n values (Bonett and Wright 2000); None for fewer than 4, and of nan.
+
+    A perfect order is taken as half a swap of neighbours away from itself: that much n values cannot tell apart.
+    """
+    if n < 4 or math.isnan(rho):
+        return None
+    most = 1 - 6 / (n * (n * n - 1))
+    z, half = math.atanh(max(-most, min(most, rho))), 1.96 * math.sqrt((1 + rho * rho / 2) / (n - 3))
+    return math.tanh(z - half), math.tanh(z + half)
+
+
 def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
     middle = (len(a) - 1) / 2
     products = sum((p - middle) * (q - middle) for p, q in zip(a, b, strict=True))

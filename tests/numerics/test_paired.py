@@ -20,6 +20,7 @@ from qspec.numerics.paired import (
     proportion_ratio,
     quartiles,
     rank_correlation,
+    rank_interval,
     shown_sign,
 )
 
@@ -160,6 +161,16 @@ def test_the_detectable_change_of_speed():
     assert detectable_ratio([1.3]) == math.inf
     steady, shaky = detectable_ratio([1.3, 1.31, 1.29, 1.3]), detectable_ratio([1.0, 1.7, 1.1, 1.6])
     assert 0 < steady < 0.03 < shaky
+
+
+def test_a_rank_correlation_of_few_values_is_hardly_known():
+    """Would catch an interval without width at a perfect order, and one that does not narrow as values are added."""
+    assert rank_interval(0.5, 3) is rank_interval(math.nan, 9) is None
+    low, high = rank_interval(1.0, 7) or (0, 0)
+    assert 0.6 < low < 0.95 < high < 1
+    low, high = rank_interval(0.5, 20) or (0, 0)
+    assert (low, high) == pytest.approx((0.045, 0.783), abs=2e-3)  # atanh 0.5 -+ 1.96 sqrt(1.125 / 17)
+    assert rank_interval(-0.5, 20) == pytest.approx((-high, -low))
 
 
 def test_rank_correlation_agrees_with_scipy():
