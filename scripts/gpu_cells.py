@@ -292,8 +292,8 @@ def acceptance(
 def _accepted(target: CudaModel, draft: CudaModel, rule: Rule, prompts: list[list[int]], new: int, length: int) -> Row:
     found: dict[int, float] = {}
     batch = min(len(prompts), 8)
-    halves = [Passes(m, CudaCache(m, batch, length)) for m in (target, draft)]
-    loop = CudaLoop(*halves, rule, DRAFTS, target.arch.eos_ids)
+    read, drafted = (Passes(m, CudaCache(m, batch, length)) for m in (target, draft))
+    loop = CudaLoop(read, drafted, rule, DRAFTS, target.arch.eos_ids)
     for drafts in (0, DRAFTS):
         for _ in range(2):  # the first one captures
             asked = [Prompt(tokens, new, torch.Generator().manual_seed(i)) for i, tokens in enumerate(prompts)]

@@ -111,8 +111,9 @@ def _norming(fmt: NumFormat | None) -> Callable[[torch.device], Row]:
     def case(device: torch.device) -> Row:
         draw = _Draw.on(device)
         given = draw(33, 512), draw(33, 512), draw(512, dtype=torch.float32), 1e-5, fmt, None
-        (*got, sum_NH), (*want, want_sum_NH) = ops.add_rms_norm(*given), twins.add_rms_norm(*given)
-        found = _rounded((got[0], got[1]), (want[0], want[1]))
+        got, scale_N, sum_NH = ops.add_rms_norm(*given)
+        want, want_scale_N, want_sum_NH = twins.add_rms_norm(*given)
+        found = _rounded((got, scale_N), (want, want_scale_N))
         return found | {"ok": found["ok"] and torch.equal(sum_NH, want_sum_NH)}
 
     return case
@@ -232,11 +233,15 @@ def _logits(scheme: str) -> Callable[[torch.device], Row]:
 
 def _loop(scheme: str, device: torch.device, rule: Rule, dtype: torch.dtype) -> CudaLoop:
     """Three sequences, a draft that is the first layer of its target."""
-    halves = [Passes(m, CudaCache(m, 3, 256)) for m in (_model(scheme, device, dtype, layers=n) for n in (2, 1))]
-    loop = CudaLoop(*halves, rule, 3, steps=8)
+    target, draft = (_model(scheme, device, dtype, layers=n) for n in (2, 1))
+    loop = CudaLoop(_passes(target), _passes(draft), rule, 3, steps=8)
     for slot, prompt_T in enumerate(_prompts()):
         loop.begin(slot, prompt_T, 100, torch.zeros(1, dtype=torch.float64))
     return loop
+
+
+def _passes(model: CudaModel) -> Passes:
+    return Passes(model, CudaCache(model, 3, 256))
 
 
 def _prompts() -> list[Tensor]:

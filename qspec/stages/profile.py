@@ -9,6 +9,8 @@ import torch
 
 from qspec.bridges.text import prompt_tokens
 from qspec.errors import RecipeError
+from qspec.nn.cuda_decoder import CudaDecoder
+from qspec.nn.decoder import Decoder
 from qspec.nn.engines import AnyDecoder, engine_name
 from qspec.nn.native import NativeDecoder
 from qspec.nn.timed import PARTS, timed
@@ -81,6 +83,8 @@ class Profile:
 def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile:
     """Decode `tokens` greedily: plainly, under timers, and with drafts. Raises `RecipeError` where they do not fit."""
     target, start = pair.target, prompt_tokens(pair.model.tokenizer, prompt)[0]
+    if isinstance(target, CudaDecoder):
+        raise RecipeError("profile", "times the parts of the CPU's engines", "add --torch for the torch engine")
     if len(start) + tokens > target.max_length:
         rule = f"with a prompt of {len(start)} tokens passes the cache of {target.max_length}"
         raise RecipeError(f"--tokens {tokens}", rule, "ask for fewer tokens")
@@ -150,7 +154,7 @@ def document(found: Profile, name: str) -> Document:
 
 
 @contextmanager
-def _clock(target: AnyDecoder) -> Iterator[Callable[[], dict[str, float]]]:
+def _clock(target: Decoder | NativeDecoder) -> Iterator[Callable[[], dict[str, float]]]:
     """Reads seconds by part so far. The C++ core keeps them always; the torch engine is taken apart for the block."""
     if isinstance(target, NativeDecoder):
         yield target.seconds
