@@ -16,7 +16,7 @@ from qspec.errors import OutputError, RecipeError
 from qspec.nn.cuda_decoder import CudaDecoder
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.progress import Progress, setup_log
-from qspec.provenance import atomic_write, environment, require_space, staged_dir
+from qspec.provenance import atomic_write, digest_of, environment, require_space, staged_dir
 from qspec.records import LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import (
@@ -222,15 +222,18 @@ def quantize_model(
 def quantized_half(
     recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path
 ) -> QuantizedModel:
-    if folder.exists():
-        kept = compressed.read(folder)
-        if kept.source.get("sha256") == model.source.get("sha256"):
-            return kept
+    """A half in `folder`: that of an earlier run, if it was made of the same model with the same settings."""
+    dtype, note = stored_dtype(recipe, model), folder.with_name(f"{folder.name}.settings")
+    told = [part.model_dump(mode="json") for part in (spec, recipe.fusion, recipe.calibration)]
+    settings = digest_of([told, recipe.seed, str(dtype), model.arch.n_layers, dict(model.source)])
+    if folder.exists() and note.exists() and note.read_text(encoding="utf-8") == settings:
+        return compressed.read(folder)
     text.progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
-    work, dtype = folder.with_name(f"{folder.name}.work"), stored_dtype(recipe, model)
+    work = folder.with_name(f"{folder.name}.work")
     quantized = quantize_model(model, spec, recipe.fusion, text, work, dtype)
     with staged_dir(folder) as part:
         compressed.write(quantized, part, dtype)
+    atomic_write(note, settings)
     shutil.rmtree(work)
     return compressed.read(folder)
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+import shutil
 
 from bench_cli import read_options, write_baseline
 from bench_speed import Engine, studies, warm_up
@@ -78,6 +79,11 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     progress, rows = Progress(), list[Row]()
     facts = environment() | {"torch threads": str(torch.get_num_threads())}
+    if args.list:
+        print(*(f"{len(study.kept())} kept {study.path.name}" for study in studies(args)), sep="\n")
+        return
+    if args.again:
+        shutil.rmtree(WORK / "passes", ignore_errors=True)
     for study in studies(args):
         if args.again:
             study.path.unlink(missing_ok=True)

@@ -161,7 +161,8 @@ def main() -> None:
     shared = matrix.model_dump(mode="json", exclude={"schemes"})
     told = {name: spec.model_dump(mode="json") for name, spec in matrix.schemes.items()}
     paths = {name: WORK / f"{digest([shared, name, spec])}.json" for name, spec in [("original", None), *told.items()]}
-    todo = [name for name in paths if re.search(args.only, name) and (args.again or not paths[name].exists())]
+    asked = [name for name in paths if re.search(args.only, name) or name == "original"]  # all are over the original
+    todo = [name for name in asked if args.again or not paths[name].exists()]
     if args.list:
         print(*(f"{'to do' if name in todo else 'kept '} {name}" for name in paths), sep="\n")
         return

@@ -82,7 +82,7 @@ def main() -> None:
             bench.run(part)
         except Exception as error:  # noqa: BLE001  what is done is kept, and the other parts have their own chance
             journal.add({"part": part, "skipped": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"})
-            if "CUDA error" in str(error):
+            if gpu_checks.lost_device(error):
                 restart(options, options.parts[i + 1 :], bench.left)
     journal.write()
     for goal in goals(journal.rows):

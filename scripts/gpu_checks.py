@@ -40,7 +40,7 @@ def row(name: str, error: float, tolerance: float, **facts: Any) -> Row:
 
 
 def checks(device: torch.device) -> Iterator[Row]:
-    """One row for each comparison; an operation that raises is a row too."""
+    """One row for each comparison; an operation that raises is a row too, and the last one if the device is lost."""
     cases: list[tuple[str, Callable[[torch.device], Row]]] = [
         *((f"quantize_rows {fmt.name}", _quantizing(fmt)) for fmt in (FP8_E4M3, INT8)),
         *((f"add_rms_norm {fmt.name if fmt else 'bf16'}", _norming(fmt)) for fmt in (None, FP8_E4M3, INT8)),
@@ -60,8 +60,15 @@ def checks(device: torch.device) -> Iterator[Row]:
     for name, case in cases:
         try:
             yield {**case(device), "name": name}
-        except Exception as error:  # noqa: BLE001  one broken kernel must not hide what the others do
+        except Exception as error:
             yield {**row(name, float("inf"), 0.0), "raised": f"{type(error).__name__}: {error}"}
+            if lost_device(error):
+                raise
+
+
+def lost_device(error: Exception) -> bool:
+    """Whether nothing can run on the GPU in this process any more, in torch's words or Triton's."""
+    return any(text in str(error) for text in ("CUDA error", "Triton Error [CUDA]"))
 
 
 WEIGHTS = ("BF16", "FP8", "W8A8", "W4A16")

@@ -184,6 +184,15 @@ def lowering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lowering:
     return Lowering(study.pieces, model, ladder, next(iter(study.space.targets)))
 
 
+def test_a_float_head_is_the_finest_beside_a_tied_embedding(tmp_path: Path) -> None:
+    """Forms ordered by memory: an INT8 head beside the embedding takes more than one shared with it, and is coarser."""
+    tied = tiny_model("llama", tmp_path / "model", tie_word_embeddings=True)
+    tune = {"draft_schemes": SCHEMES, "draft_heads": ["float", "W8A8"], "layers": {"floor": 0.0, "patience": 9}}
+    study = tune_pair.Study(tuned(tmp_path, tied, tune=tune), tmp_path / "out")
+    (ladder,) = ladders(study.space)
+    assert [form.head for form in ladder.heads] == ["float", "W8A8"]
+
+
 def test_layers_are_lowered_as_brute_force_would(lowering: Lowering) -> None:
     """Losses booked to the wrong layer, or codes taken from another one's form: all states of 3 layers and a head."""
     every = list(product(range(2), repeat=4))

@@ -20,7 +20,7 @@ def test_the_shipped_head_is_the_recipes():
     config, shape = speculator.read_config(folder), speculator.read_shape(folder)
     assert (shape.n_predict, shape.inner, shape.draft_vocab) == (draft.n_predict, draft.inner_dim, draft.draft_vocab)
     assert (shape.tie_weights, shape.scale_input, shape.shared) == (draft.tie_weights, draft.scale_input, draft.shared)
-    assert config["qspec"]["data"] == draft.training.data.model_dump(mode="json")
-    assert config["qspec"]["training"] == draft.training.model_dump(mode="json", exclude={"data"})
+    training = draft.training
+    assert type(training).model_validate(config["qspec"]["training"] | {"data": config["qspec"]["data"]}) == training
     assert read_tensors(folder)["speculator.ids"].diff().min() > 0
     assert sum(path.stat().st_size for path in folder.iterdir()) < 8e6

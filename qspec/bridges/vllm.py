@@ -94,7 +94,8 @@ def _ending_as_interrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {sign: signal.signal(sign, signal.default_int_handler) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) != signal.SIG_IGN]  # nohup
+    before = {sign: signal.signal(sign, signal.default_int_handler) for sign in heard}
     try:
         yield
     finally:

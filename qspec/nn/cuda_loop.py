@@ -159,15 +159,16 @@ class CudaLoop:
         """Positions that prompt and new tokens of a sequence may take: the last drafts need some behind them."""
         return min(half.cache.length for half in (self.target, self.draft) if half) - self.drafts
 
+    def check(self, prompt: int, new: int) -> None:
+        """Raises `RecipeError` where a prompt of so many tokens and its answer have no room."""
+        if prompt + new > self.room:
+            rule = f"caches of {self.target.cache.length} leave {self.room} beside {self.drafts} drafts"
+            raise RecipeError(f"{prompt} + {new} tokens", rule, "make them longer, or ask for fewer")
+
     @torch.inference_mode()
     def begin(self, slot: int, prompt_T: Tensor, new: int, uniform_1: Tensor) -> int:
-        """Read a prompt into a slot, to be continued by up to `new` tokens; the first of them.
-
-        Raises `RecipeError` where prompt and answer have no room.
-        """
-        if len(prompt_T) + new > self.room:
-            rule = f"caches of {self.target.cache.length} leave {self.room} beside {self.drafts} drafts"
-            raise RecipeError(f"{len(prompt_T)} + {new} tokens", rule, "make them longer, or ask for fewer")
+        """Read a prompt into a slot, to be continued by up to `new` tokens; the first of them. Raises as `check`."""
+        self.check(len(prompt_T), new)
         state, hidden_TH = self.state, self.target.read(slot, prompt_T, 0)
         if self.draft is not None:
             self.draft.read(slot, prompt_T, 0)

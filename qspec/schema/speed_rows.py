@@ -43,6 +43,8 @@ class TimedRow(Record):
     target: str | None = None
     tokens_per_step: float | None = None
     drafted_per_step: float | None = None
+    nodes_per_step: float | None = None
+    draft_ms: float | None = None
     ceiling_tpot_ms: float | None = None
     of_ceiling: float | None = None
 

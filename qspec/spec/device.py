@@ -68,6 +68,7 @@ def generate_on_device(
     """
     for prompt in prompts:
         check_prompt(prompt.tokens, loop.room)
+        loop.check(len(prompt.tokens), prompt.max_new_tokens)
     emit = on_tokens or (lambda _, __: None)
     waiting = deque((i, prompt) for i, prompt in enumerate(prompts) if prompt.max_new_tokens > 0)
     running: dict[int, _Running] = {}

@@ -28,8 +28,8 @@ from qspec.stages.prove import marginals
 
 WARM_UP_TOKENS = 4
 BANDWIDTH_BYTES = 256 << 20
-GPU_BANDWIDTH_BYTES = 4 << 30
 """Larger than any last-level cache in reach, small enough for a laptop."""
+GPU_BANDWIDTH_BYTES = 4 << 30
 FORCED_PROMPTS = 32
 """Prompts whose answers teacher-forced acceptance is measured on."""
 NEAR_TIE = 0.02

@@ -1,5 +1,6 @@
 """Text of tokens as they come, made in another thread while the next pass runs."""
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
@@ -20,20 +21,20 @@ class TextStream:
         self._decode, self._worker, self._on_text = decode, worker, on_text
         self._tokens: list[int] = []
         self._shown = 0
-        self._last: Future[None] | None = None
+        self._told: deque[Future[None]] = deque()
 
     def add(self, tokens: list[int]) -> None:
         self._tokens += tokens
         if self._on_text is None:
             return
-        if self._last is not None and self._last.done():
-            self._last.result()
-        self._last = self._worker.submit(self._show, len(self._tokens))
+        while self._told and self._told[0].done():
+            self._told.popleft().result()
+        self._told.append(self._worker.submit(self._show, len(self._tokens)))
 
     def finish(self) -> str:
         """All of the text, after its last piece was told."""
-        if self._last is not None:
-            self._last.result()
+        while self._told:
+            self._told.popleft().result()
         text = self._decode(self._tokens)
         self._emit(text)
         return text

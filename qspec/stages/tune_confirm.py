@@ -22,7 +22,8 @@ from qspec.stages.tune_predict import Prediction
 def finalists(answer: Answer, most: int, also: Collection[tuple[str, str]] = ()) -> list[Prediction]:
     """Whom to run: the choice, the pairs of `also`, the front, the fastest other pairs; each at its best length."""
     front = [p for p in answer.front if p.seconds <= 2 * answer.chosen.seconds]
-    told = [min((p for p in answer.every if (p.target, p.draft) == pair), key=lambda p: p.seconds) for pair in also]
+    asked = [[p for p in answer.every if (p.target, p.draft) == pair] for pair in also]
+    told = [min(found, key=lambda p: p.seconds) for found in asked if found]  # the others were pruned
     listed = dict.fromkeys([answer.chosen, *told, *front])
     seen: set[tuple[str, str]] = {(p.target, p.draft) for p in listed}
     for p in sorted(answer.every, key=lambda p: p.seconds):
@@ -41,7 +42,7 @@ def confirm(
     progress: Progress,
 ) -> dict[str, list[Run]]:
     """Every arm answers the requests, in turns, at the recipe's own sampling; what `path` has is not asked again."""
-    facts = [sorted(arms), [r.tokens for r in requests], recipe.benchmark.model_dump(mode="json")]
+    facts = [sorted(arms), [r.tokens for r in requests], {**recipe.as_dict(), "budget": None}]
     key = json.dumps(facts, sort_keys=True)
     kept = _read_runs(path, key)
     done = {(r.temperature, r.repeat, r.prompt) for r in kept}

@@ -69,19 +69,20 @@ def ladders(space: Space) -> list[Ladder]:
     found = []
     for kind, kv in dict.fromkeys((form.kind, form.kv) for form in space.forms):
         same = [form for form in space.forms if (form.kind, form.kv) == (kind, kv)]
-        finest = max(same, key=lambda form: _size(space, form))
+        finest = max(same, key=lambda form: _read(space, form))
         alike = [f for f in same if _rest(space, f) == _rest(space, finest) and _plain(space, f)]
-        layers = sorted((f for f in alike if f.head == finest.head), key=lambda f: -_size(space, f))
-        heads = sorted((f for f in alike if f.scheme == finest.scheme), key=lambda f: -_size(space, f))
+        layers = sorted((f for f in alike if f.head == finest.head), key=lambda f: -_read(space, f))
+        heads = sorted((f for f in alike if f.scheme == finest.scheme), key=lambda f: -_read(space, f))
         if finest in alike and (len(layers) > 1 or len(heads) > 1):
             found.append(Ladder(tuple(layers), tuple(heads)))
     return found
 
 
-def _size(space: Space, form: Form) -> float:
+def _read(space: Space, form: Form) -> float:
+    """Bytes of a step, which order forms by precision: beside a tied embedding, an INT8 head is more in memory."""
     drafting = space.drafts[form.label].drafting
     assert drafting is not None
-    return drafting.resident
+    return drafting.cost.weight_bytes
 
 
 def _quantization(space: Space, form: Form) -> QuantSpec:
@@ -176,7 +177,7 @@ class Lowering:
 
     @cached_property
     def _sizes(self) -> list[list[float]]:
-        return self._differences(lambda form: _size(self._halves.space, form))
+        return self._differences(lambda form: _read(self._halves.space, form))
 
     def _differences(self, of: Callable[[Form], float]) -> list[list[float]]:
         finest, n = of(self._ladder.layers[0]), len(self._names)

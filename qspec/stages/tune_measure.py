@@ -92,7 +92,12 @@ class Pieces:
 
     def setting(self, names: Iterable[str]) -> Any:
         """What decides a piece of these halves."""
-        specs = {name: self.halves.spec(name).model_dump(mode="json") for name in names}
+
+        def told(name: str) -> Any:
+            model = self.halves.model(name)
+            return [self.halves.spec(name).model_dump(mode="json"), dict(model.source), model.arch.n_layers]
+
+        specs = {name: told(name) for name in names}
         return [self._source, specs, self._machine, self.halves.engine]
 
     def _times(self) -> Json:

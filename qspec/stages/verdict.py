@@ -64,7 +64,10 @@ def losslessness(speed: Speed) -> list[Finding]:
 
 
 def lost_acceptance(speed: Speed) -> list[Finding]:
-    """Drafts of the pair that fare worse than those on the original: rounding, or a kernel, has spoilt a layer."""
+    """Drafts of the pair that fare worse than those on the original: rounding, or a kernel, has spoilt a layer.
+
+    Judged by teacher-forced acceptance, which no draft-length policy moves; drafts without laws have none.
+    """
     if not speed.arms:
         return []
     own, first = pair_arm(speed), speed.arms[0].arm
@@ -75,13 +78,13 @@ def lost_acceptance(speed: Speed) -> list[Finding]:
 
 
 def _spoilt(before: Acceptance, after: Acceptance) -> Finding | None:
-    kept = after.tokens_per_step / before.tokens_per_step
-    if kept >= LEAST_KEPT:
+    was, now = before.teacher_forced, after.teacher_forced
+    if was is None or now is None or now.value >= LEAST_KEPT * was.value:
         return None
-    (low, _), (_, high) = (a.tokens_per_step_ci or (1.0, math.inf) for a in (before, after))
-    told = f"{number(after.tokens_per_step)} tokens per step against {number(before.tokens_per_step)} of {before.arm}"
+    (low, _), (_, high) = (forced.ci or (0.0, math.inf) for forced in (was, now))
+    told = f"{number(now.value)} of its drafts stand, teacher-forced, against {number(was.value)} of {before.arm}"
     text = f"{after.arm}: {told}{at(after.temperature)}: rounding spoils the drafts"
-    if high / low < LEAST_KEPT:
+    if high < LEAST_KEPT * low:
         return Finding("bad", text, LOSS)
     return Finding("open", f"{text}, or noise", NO_GAIN)
 

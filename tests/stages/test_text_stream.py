@@ -1,6 +1,6 @@
 """Text comes in order, whole, from another thread, and a listener that fails stops the answer."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event, current_thread, main_thread
 
 import pytest
@@ -50,12 +50,15 @@ def test_what_a_listener_raises_reaches_the_caller() -> None:
         raise BrokenPipeError(text)
 
     with ThreadPoolExecutor(1) as worker:
-        stream = TextStream(decode, worker, closed)
-        stream.add([0])
+        ended = TextStream(decode, worker, closed)
+        ended.add([0])
         with pytest.raises(BrokenPipeError):
-            stream.finish()
+            ended.finish()
+        going = TextStream(decode, worker, closed)
+        going.add([0])
+        wait(going._told)
         with pytest.raises(BrokenPipeError):
-            stream.add([6])
+            going.add([6])
 
 
 def test_an_unfinished_last_character_is_told_at_the_end() -> None:
