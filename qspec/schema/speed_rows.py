@@ -68,9 +68,12 @@ class SpeedRows(Record):
     @classmethod
     def read(cls, path: Path) -> "SpeedRows":
         """Raises `IntegrityError` when the file is not one."""
+        fix = "give what scripts/bench_speed wrote to --out"
         try:
             return cls.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            first = " ".join(str(error).split("\n")[:3])
-            fix = "give what scripts/bench_speed wrote to --out"
-            raise IntegrityError(str(path), f"is no speed study ({first})", fix) from error
+        except OSError as error:
+            raise IntegrityError(str(path), f"cannot be read ({error.strerror})", fix) from error
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            at = ".".join(map(str, first["loc"])) or "the whole file"
+            raise IntegrityError(str(path), f"is no speed study ({at}: {first['msg']})", fix) from error

@@ -99,7 +99,7 @@ def require_layers(layers: int | Sequence[int], arch: ArchMap) -> None:
     """Refuse a number of layers that is not below the model's, and layers that it lacks, that repeat or go back."""
     if isinstance(layers, int):
         if not 1 <= layers < arch.n_layers:
-            rule = f"leaves out none of the {arch.n_layers} layers of the model, or all"
+            rule = f"must leave out some of the model's {arch.n_layers} layers, not all"
             raise RecipeError(f"layers {layers}", rule, f"use 1 … {arch.n_layers - 1}")
         return
     rising = all(low < high for low, high in pairwise(layers))

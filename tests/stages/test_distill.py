@@ -285,7 +285,7 @@ def test_what_cannot_be_made_is_refused(tmp_path, tiny):
     with pytest.raises(RecipeError, match="is nothing that is trained"):
         pipeline.train_draft(job(tmp_path, tiny), tmp_path / "no")
     for layers, message in (
-        (3, r"layers 3: leaves out none of the 3 layers of the model, or all; use 1 … 2"),
+        (3, r"layers 3: must leave out some of the model's 3 layers, not all; use 1 … 2"),
         ([0, 3], r"layers \[0, 3\]: must be different layers of 0 … 2 in rising order; give those that should stay"),
     ):
         with pytest.raises(RecipeError, match=message):
