@@ -16,6 +16,7 @@ PRIOR_WEIGHT = 2.0
 POSITION_WEIGHT = 4.0
 """Tested tokens that the rate of all positions is worth to one of them, and a stated confidence to its own record."""
 BINS = 10
+HELD_UP = 2.0
 WINDOW = 9
 """Timings that a median is taken of."""
 LINE_WEIGHT = 2.0
@@ -109,6 +110,10 @@ class Timings:
     def _add_read(self, drafted: int, behind: int, seconds: float) -> None:
         rest = max(0.0, seconds - drafted * self.draft)
         self._read.setdefault(1 << behind.bit_length() - 1, deque(maxlen=WINDOW)).append(rest / behind)
+
+    def not_held_up(self, rows: int, seconds: float) -> float:
+        """A pass's time, at most twice that of its rows one by one: beyond that it was held up, as by sleep."""
+        return min(seconds, HELD_UP * rows * median(self._verify[1])) if rows > 1 and self.plain else seconds
 
     def add_verify(self, rows: int, seconds: float) -> None:
         self._verify.setdefault(rows, deque(maxlen=WINDOW)).append(seconds)

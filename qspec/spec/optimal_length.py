@@ -80,6 +80,7 @@ class Optimal:
         return self._more
 
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
+        t_verify = self._times.not_held_up(drafted + 1, t_verify)
         self._seconds += t_draft + t_verify
         self._made += accepted + 1
         if drafted == 0:

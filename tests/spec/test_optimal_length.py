@@ -154,6 +154,23 @@ def test_timings_that_jump_do_not_end_speculation() -> None:
     assert world.lengths[100:].count(0) < 50
 
 
+def test_a_machine_that_slept_does_not_end_speculation() -> None:
+    """Catches one pass of an hour among the first drafts, which made all lengths seem too dear to be tried again."""
+    world, policy, slept = World(0.05, 0.05, 0.9), Optimal(4, 8), list[float]()
+    update = policy.update
+
+    def sleepy(drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
+        if drafted and not slept:
+            slept.append(3600.0)
+            t_verify += 3600.0
+        update(drafted, accepted, t_draft, t_verify)
+
+    policy.update = sleepy  # type: ignore[method-assign]
+    world.run(policy, 4000)
+    assert slept
+    assert world.lengths[-500:].count(0) < 50  # what seemed lost, 3 passes, is waited for: that takes about 1,000
+
+
 def test_speculation_comes_back_when_it_pays_again() -> None:
     """Catches a policy that stays at 0 for good: a look that gains must go on."""
     world, policy = World(0.1, 0.02, 0.0), Optimal(5, 16)
