@@ -17,10 +17,10 @@ from qspec.schema.recipe import Recipe
 from qspec.spec.types import Sampling
 from qspec.stages import report_html
 from qspec.stages.bench import load_requests
-from qspec.stages.bench_arm import Arm, Request, Run
+from qspec.stages.bench_arm import Request
 from qspec.stages.open_pair import compute_dtype
 from qspec.stages.tune_answer import Answer, answer, pick
-from qspec.stages.tune_confirm import confirm, finalists, speed_of
+from qspec.stages.tune_confirm import Rate, confirm, finalists, speed_of
 from qspec.stages.tune_halves import Halves
 from qspec.stages.tune_layers import Lowered, Lowering, ladders
 from qspec.stages.tune_measure import Pieces
@@ -72,10 +72,20 @@ class Study:
             self.space = self.halves.space = self.space.with_draft(lowered.ladder.name, lowered.draft)
         return found
 
-    def confirm(self, arms: Mapping[str, Arm]) -> dict[str, list[Run]]:
-        """Every arm answers the prompts that acceptance was not measured on."""
+    def confirm(
+        self, found: Answer, lowered: Sequence[Lowered], beside: Mapping[str, tuple[str, str]] | None = None
+    ) -> tuple[tuple[Confirmed, ...], dict[str, Rate]]:
+        """The best pairs answer the prompts that acceptance was not measured on, and the speeds of other arms beside.
+
+        beside: targets and drafts by name, drafting by the recipe's own policy.
+        """
+        chosen = finalists(found, self.spec.confirm, [(one.target, one.ladder.name) for one in lowered])
+        arms = {p.name: self.halves.arm(p.target, p.draft, p.gamma) for p in chosen}
+        arms |= {name: self.halves.arm(*of, 0) for name, of in (beside or {}).items()}
         eos_ids = self._originals.target.arch.eos_ids
-        return confirm(arms, self._requests[1], self.recipe, eos_ids, self.out / "confirm.jsonl", self.progress)
+        runs = confirm(arms, self._requests[1], self.recipe, eos_ids, self.out / "confirm.jsonl", self.progress)
+        speeds = {name: speed_of(mine) for name, mine in runs.items()}
+        return tuple(Confirmed(p, *speeds[p.name]) for p in chosen), {name: speeds[name] for name in beside or {}}
 
     @cached_property
     def _originals(self) -> Originals:
@@ -118,10 +128,8 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome
         raise RecipeError(f"device {recipe.device}", rule, fix)
     study = Study(recipe, out, progress)
     predicted, lowered = study.search()
-    chosen = finalists(predicted, study.spec.confirm, [(found.target, found.ladder.name) for found in lowered])
-    runs = study.confirm({p.name: study.halves.arm(p.target, p.draft, p.gamma) for p in chosen})
+    confirmed, _ = study.confirm(predicted, lowered)
     tasks = measure_tasks(study.pieces, asked(predicted, study.spec.evaluate))
-    confirmed = tuple(Confirmed(p, *speed_of(runs[p.name])) for p in chosen)
     found = Outcome(predicted, confirmed, study.space.pruned, tuple(lowered), tasks)
     _write(study, found)
     study.progress.close()

@@ -11,9 +11,8 @@ from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
 from qspec.schema.recipe import Recipe
 from qspec.stages import report_html
-from qspec.stages.tune_confirm import finalists, speed_of
 from qspec.stages.tune_halves import ORIGINAL
-from qspec.stages.tune_page import Confirmed, Outcome, as_data, document
+from qspec.stages.tune_page import Outcome, as_data, document
 from qspec.stages.tune_space import PLAIN
 from qspec.tune_pair import Study
 
@@ -38,11 +37,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     study = Study(Recipe.read(options.recipe), WORK, Progress())
     answer, lowered = study.search()
-    chosen = finalists(answer, study.spec.confirm, [(found.target, found.ladder.name) for found in lowered])
-    arms = {p.name: study.halves.arm(p.target, p.draft, p.gamma) for p in chosen}
-    arms |= {name: study.halves.arm(*of, 0) for name, of in ALONE.items()}
-    speeds = {name: speed_of(runs) for name, runs in study.confirm(arms).items()}
-    found = Outcome(answer, tuple(Confirmed(p, *speeds[p.name]) for p in chosen), study.space.pruned, tuple(lowered))
+    confirmed, speeds = study.confirm(answer, lowered, ALONE)
+    found = Outcome(answer, confirmed, study.space.pruned, tuple(lowered))
     harm = {p.target: p.kl for p in answer.every} | {ORIGINAL: 0.0}
     alone = [
         {"name": name, "measured_tok_s": speeds[name][0], "measured_ci": speeds[name][1], "kl": harm[target]}
@@ -52,7 +48,7 @@ def main() -> None:
     atomic_write(BASELINE, json.dumps(kept, indent=1) + "\n")
     atomic_write(WORK / "tune.html", report_html.render(document(found, study.recipe.name)))
     print(found.why)
-    for name, (speed, _) in speeds.items():
+    for name, (speed, _) in ({c.prediction.name: (c.speed, c.ci) for c in confirmed} | speeds).items():
         print(f"{speed:8.2f} tokens/s measured  {name}")
 
 

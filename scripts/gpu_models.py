@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from qspec.eval_files import eval_dir
-from qspec.nn.cuda_model import CudaLayer, CudaModel, Matrix
+from qspec.nn.cuda_model import CudaModel, Matrix, layer_of, unquantized
 from qspec.numerics.affine import quantize_weight
 from qspec.numerics.blocks import Granularity, PerChannel, PerGroup
 from qspec.numerics.formats import FP8_E4M3, INT4, INT8, NumFormat
-from qspec.ops.cuda import CudaWeight, pack
+from qspec.ops.cuda import pack
 from qspec.records import EMBEDDING, HEAD, ArchMap
 
 Source = Callable[[str, tuple[int, ...]], Tensor]
@@ -103,40 +103,23 @@ def build(
 ) -> CudaModel:
     """A model under one of `SCHEMES`, rounded to nearest; embedding, head and cache stay floats."""
 
-    def gain(name: str, size: int = arch.hidden_size) -> Tensor:
-        return source(f"{name}.weight", (size,)).to(device, torch.float32)
+    def gain(name: str) -> Tensor:
+        return source(f"{name}.weight", (arch.hidden_size,)).to(device, torch.float32)
 
     def matrix(*names: str) -> Matrix:
         parts = [source(f"{name}.weight", arch.linear_shape(name)) for name in names]
         whole = torch.cat([part.to(device) for part in parts]) if len(parts) > 1 else parts[0].to(device)
         rounding = SCHEMES[scheme]
         if rounding is None:
-            return Matrix(floats(whole.to(dtype)))
+            return Matrix(unquantized(whole.to(dtype)))
         fmt, granularity, inputs = rounding
         return Matrix(pack(quantize_weight(whole, fmt, granularity), dtype), inputs)
 
-    def layer(base: str) -> CudaLayer:
-        attn, mlp = f"{base}.self_attn", f"{base}.mlp"
-        return CudaLayer(
-            input_norm=gain(f"{base}.input_layernorm"),
-            qkv=matrix(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
-            q_norm=None,
-            k_norm=None,
-            o=matrix(f"{attn}.o_proj"),
-            mlp_norm=gain(f"{base}.{arch.mlp_norm}"),
-            gate_up=matrix(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-            down=matrix(f"{mlp}.down_proj"),
-        )
-
     rows = arch.vocab_size, arch.hidden_size
     embed_VH = source(EMBEDDING, rows).to(device, dtype)
-    layers = tuple(layer(name) for name in arch.layers)
+    layers = tuple(layer_of(arch, name, gain, matrix) for name in arch.layers)
     head = embed_VH if arch.tied else source(HEAD, rows).to(device, dtype)
-    return CudaModel(arch, dtype, embed_VH, layers, gain("model.norm"), Matrix(floats(head)))
-
-
-def floats(w_OK: Tensor) -> CudaWeight:
-    return CudaWeight(w_OK, None, None, None, w_OK.dtype)
+    return CudaModel(arch, dtype, embed_VH, layers, gain("model.norm"), Matrix(unquantized(head)))
 
 
 def with_kv(model: CudaModel, kv: NumFormat | None) -> CudaModel:

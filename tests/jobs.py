@@ -29,3 +29,21 @@ def job(folder: Path, model: Path, draft: dict[str, Any] | None = None, **sectio
         "benchmark": {"prompts": str(prompts), "max_new_tokens": 8, "repeats": 1},
     }
     return Recipe.model_validate(recipe | sections)
+
+
+def training_data(folder: Path, text_tokens: int) -> dict[str, Any]:
+    """Text and prompts of a draft's training: enough for a tiny model to learn something."""
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(f"the quick fox {i} jumps over the dog and {i + 1} cats" for i in range(60)))
+    return {
+        "text": [{"name": str(text)}],
+        "prompts": [{"texts": ["foxes", "dogs", "cats"], "ask": ["Tell of {text}.", "What are {text}?"]}],
+        "text_tokens": text_tokens,
+        "text_length": 32,
+        "prompt_tokens": 64,
+        "answer_tokens": 16,
+        "answers": 10,
+        "top": 8,
+        "held_out": 0.2,
+        "batch": 3,
+    }

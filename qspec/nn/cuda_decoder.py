@@ -18,7 +18,7 @@ from qspec.nn.cuda_model import CudaModel, load
 from qspec.nn.cuda_offload import offloaded
 from qspec.nn.cuda_pass import NODES, Inputs, Passes, batch_bucket, head, row_bucket
 from qspec.nn.states import States
-from qspec.numerics.trees import Parents, depths
+from qspec.numerics.trees import Parents, check_path, depths
 from qspec.records import LoadedModel, QuantizedModel
 
 
@@ -119,8 +119,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
-        edges = zip((-1, *path), path, strict=False)
-        assert all(self._tree[node] == parent for parent, node in edges), f"{path} is no path from the root"
+        check_path(self._tree, path)
         if list(path) != list(range(len(path))):
             self._pool.passes.cache.keep(self._slot, self._length, path)
         self._states.keep(path)

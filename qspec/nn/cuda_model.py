@@ -1,6 +1,6 @@
 """A model's weights on a CUDA device, merged and packed for `ops.cuda`: what `nn.cuda_decoder` runs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -95,10 +95,13 @@ def load(model: LoadedModel | QuantizedModel, device: torch.device, dtype: torch
     if found is not None:
         raise RecipeError(f"model {model.arch.model_type} on CUDA", found, "use nn.decoder, which runs it on the CPU")
     source = _Source(model, device, dtype)
-    arch, layers = model.arch, tuple(source.layer(name) for name in model.arch.layers)
+    arch, layers = (
+        model.arch,
+        tuple(layer_of(model.arch, name, source.gain, source.matrix) for name in model.arch.layers),
+    )
     embed_VH = model.tensors[EMBEDDING].to(device, dtype)
     tied = arch.tied and "lm_head" not in source.linears
-    head = Matrix(_floats(embed_VH)) if tied else source.matrix("lm_head")
+    head = Matrix(unquantized(embed_VH)) if tied else source.matrix("lm_head")
     kv = model.plan.kv if isinstance(model, QuantizedModel) else None
     scales = _kv_scales(model) if isinstance(model, QuantizedModel) and kv is not None and kv.stored else ()
     return CudaModel(arch, dtype, embed_VH, layers, source.gain("model.norm"), head, kv.fmt if kv else None, scales)
@@ -115,26 +118,13 @@ class _Source:
     def gain(self, name: str) -> Tensor:
         return (self.tensors[f"{name}.weight"].float() + self.arch.norm_offset).to(self.device)
 
-    def layer(self, base: str) -> CudaLayer:
-        attn, mlp = f"{base}.self_attn", f"{base}.mlp"
-        return CudaLayer(
-            input_norm=self.gain(f"{base}.input_layernorm"),
-            qkv=self.matrix(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
-            q_norm=self.gain(f"{attn}.q_norm") if self.arch.qk_norm else None,
-            k_norm=self.gain(f"{attn}.k_norm") if self.arch.qk_norm else None,
-            o=self.matrix(f"{attn}.o_proj"),
-            mlp_norm=self.gain(f"{base}.{self.arch.mlp_norm}"),
-            gate_up=self.matrix(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-            down=self.matrix(f"{mlp}.down_proj"),
-        )
-
     def matrix(self, *names: str) -> Matrix:
         """Layers that read one input as one."""
         quantized = [self.linears[name] for name in names if name in self.linears]
         bias = self._bias(names)
         if not quantized:
             floats = torch.cat([self.tensors[f"{name}.weight"].to(self.device, self.dtype) for name in names])
-            return Matrix(_floats(floats), bias=bias)
+            return Matrix(unquantized(floats), bias=bias)
         whole = joined_rows(quantized)
         scale = None if whole.input_scale is None else whole.input_scale.to(self.device)
         fmt = None if whole.activation is None else whole.activation.fmt
@@ -152,7 +142,22 @@ class _Source:
         return torch.cat(whole).to(self.device, self.dtype)
 
 
-def _floats(w_OK: Tensor) -> CudaWeight:
+def layer_of(arch: ArchMap, base: str, gain: Callable[[str], Tensor], matrix: Callable[..., Matrix]) -> CudaLayer:
+    """Layer `base`, its gains and its joined matrices looked up by their layers' names."""
+    attn, mlp = f"{base}.self_attn", f"{base}.mlp"
+    return CudaLayer(
+        input_norm=gain(f"{base}.input_layernorm"),
+        qkv=matrix(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
+        q_norm=gain(f"{attn}.q_norm") if arch.qk_norm else None,
+        k_norm=gain(f"{attn}.k_norm") if arch.qk_norm else None,
+        o=matrix(f"{attn}.o_proj"),
+        mlp_norm=gain(f"{base}.{arch.mlp_norm}"),
+        gate_up=matrix(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        down=matrix(f"{mlp}.down_proj"),
+    )
+
+
+def unquantized(w_OK: Tensor) -> CudaWeight:
     return CudaWeight(w_OK, None, None, None, w_OK.dtype)
 
 

@@ -23,7 +23,7 @@ from qspec.nn.kv_cache import FloatKVCache, KVCache, QuantizedKVCache
 from qspec.nn.linear import merged_linear
 from qspec.nn.states import States
 from qspec.numerics.rotation import hadamard_transform
-from qspec.numerics.trees import Parents
+from qspec.numerics.trees import Parents, check_path
 from qspec.ops.select import Kernels, Linear
 from qspec.records import EMBEDDING, ArchMap, LoadedModel, QLinear, QuantizedModel
 
@@ -157,8 +157,7 @@ class Decoder:
 
     @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
-        edges = zip((-1, *path), path, strict=False)
-        assert all(self._tree[node] == parent for parent, node in edges), f"{path} is no path from the root"
+        check_path(self._tree, path)
         self._cache.keep(self._length, path)
         self._states.keep(path)
         self._length, self._tree = self._length + len(path), ()

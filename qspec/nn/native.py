@@ -18,7 +18,7 @@ from qspec.nn.lm import FORKED
 from qspec.nn.native_interface import LAPS, Layer, Matrix, Part, instruction_sets, library, matrix_of, pointer, pool_of
 from qspec.nn.native_model import Source, arch_obstacle, cache_kind, quantized_obstacle, ropes_of, shape_of
 from qspec.nn.states import States
-from qspec.numerics.trees import Parents
+from qspec.numerics.trees import Parents, check_path
 from qspec.ops.native_library import NoLibrary
 from qspec.records import ArchMap, LoadedModel, QuantizedModel
 
@@ -122,8 +122,7 @@ class NativeDecoder:
         return self.forward_many([self], [tokens_T], [parents_K])[0]
 
     def keep(self, path: Sequence[int]) -> None:
-        edges = zip((-1, *path), path, strict=False)
-        assert all(self._tree[node] == parent for parent, node in edges), f"{path} is no path from the root"
+        check_path(self._tree, path)
         self._lib.qspec_keep(self._sequence, (c_int32 * len(path))(*path), len(path))
         self._states.keep(path)
         self._tree = ()

@@ -29,6 +29,12 @@ def depths(parents_K: Parents) -> list[int]:
     return depths_K
 
 
+def check_path(parents_K: Parents, path: Sequence[int]) -> None:
+    """Asserts that `path` leads from the root down, each node the parent of the next."""
+    edges = zip((-1, *path), path, strict=False)
+    assert all(parents_K[node] == parent for parent, node in edges), f"{path} is no path from the root"
+
+
 def path_to(parents_K: Parents, node: int) -> list[int]:
     """The nodes from the root's child down to `node`; none for the root, -1."""
     path: list[int] = []

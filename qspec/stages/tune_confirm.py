@@ -18,6 +18,9 @@ from qspec.stages.bench_arm import Arm, Request, Run
 from qspec.stages.tune_answer import Answer
 from qspec.stages.tune_predict import Prediction
 
+Rate = tuple[float, tuple[float, float] | None]
+"""Tokens per second, and their interval."""
+
 
 def finalists(answer: Answer, most: int, also: Collection[tuple[str, str]] = ()) -> list[Prediction]:
     """Whom to run: the choice, the pairs of `also`, the front, the fastest other pairs; each at its best length."""
@@ -57,7 +60,7 @@ def confirm(
     return {name: [run for run in kept if run.arm == name] for name in arms}
 
 
-def speed_of(runs: Sequence[Run]) -> tuple[float, tuple[float, float] | None]:
+def speed_of(runs: Sequence[Run]) -> Rate:
     """Tokens per second of decoding over all runs, with its 95 % interval over prompts."""
     prompts = sorted({run.prompt for run in runs})
     same = [[run.generation for run in runs if run.prompt == prompt] for prompt in prompts]

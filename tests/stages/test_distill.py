@@ -27,7 +27,7 @@ from qspec.stages.head_data import split
 from qspec.stages.model_learner import ModelLearner, SequenceData
 from qspec.stages.preview import preview
 from qspec.stages.transform import keep_layers
-from tests.jobs import job
+from tests.jobs import job, training_data
 from tests.served import transformers_model
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -190,20 +190,7 @@ def made(request, tmp_path_factory) -> tuple[Recipe, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     own = {"num_hidden_layers": 3}
     model = tiny_model(request.param, folder / "tiny", **own)
-    text = folder / "text.txt"
-    text.write_text("\n\n".join(f"the quick fox {i} jumps over the dog and {i + 1} cats" for i in range(60)))
-    data = {
-        "text": [{"name": str(text)}],
-        "prompts": [{"texts": ["foxes", "dogs", "cats"], "ask": ["Tell of {text}.", "What are {text}?"]}],
-        "text_tokens": 128,
-        "text_length": 32,
-        "prompt_tokens": 64,
-        "answer_tokens": 16,
-        "answers": 10,
-        "top": 8,
-        "held_out": 0.2,
-        "batch": 3,
-    }
+    data = training_data(folder, text_tokens=128)
     training = {"data": data, "layers": 2, "layer_tokens": 64, "positions": 640, "batch": 64, "evaluate_every": 5}
     draft = {"kind": "model", "model": str(folder / "out/draft"), "training": training}
     draft["quantization"] = {"scheme": "W8A8"}

@@ -20,7 +20,7 @@ from qspec.stages import train_draft
 from qspec.stages.draft_data import Rollout
 from qspec.stages.head_data import draft_ids, frequent_ids, lay_out, split
 from qspec.stages.head_learner import HeadLearner
-from tests.jobs import job
+from tests.jobs import job, training_data
 from tests.tiny import tiny_model
 
 V, H, N = 20, 6, 2
@@ -144,20 +144,7 @@ def made(tmp_path_factory):
     """A recipe and the head that was trained for it."""
     folder = tmp_path_factory.mktemp("mlp")
     model = tiny_model("llama", folder / "tiny")
-    text = folder / "text.txt"
-    text.write_text("\n\n".join(f"the quick fox {i} jumps over the dog and {i + 1} cats" for i in range(60)))
-    data = {
-        "text": [{"name": str(text)}],
-        "prompts": [{"texts": ["foxes", "dogs", "cats"], "ask": ["Tell of {text}.", "What are {text}?"]}],
-        "text_tokens": 64,
-        "text_length": 32,
-        "prompt_tokens": 64,
-        "answer_tokens": 16,
-        "answers": 10,
-        "top": 8,
-        "held_out": 0.2,
-        "batch": 3,
-    }
+    data = training_data(folder, text_tokens=64)
     training = {"data": data, "positions": 640, "batch": 32, "loss": "kl", "evaluate_every": 5}
     draft = {"kind": "mlp_speculator", "model": str(folder / "out/head"), "n_predict": 2, "inner_dim": 16}
     draft |= {"draft_vocab": 100, "shared": True, "scale_input": True, "training": training}
