@@ -182,9 +182,16 @@ def plan(
 @app.command()
 def tune(
     recipe: RecipeFile,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>, with --device …-what-if."),
+    ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Predict another device from its data sheet; nothing is run there: h100, b200, …")
+        str | None,
+        typer.Option(
+            help="Predict another device from its data sheet; nothing is run there: h100, b200, … "
+            "cpu: this machine, measured, whatever the recipe's device."
+        ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -197,12 +204,13 @@ def tune(
     from qspec.schema.recipe import Recipe
     from qspec.tune_pair import tune as search, what_if
 
-    job = Recipe.read(recipe, tuple(overrides or ()))
-    folder = out or Path("runs") / job.name
-    if device is not None:
+    job = Recipe.read(recipe, (*(overrides or ()), *(["device=cpu"] if device == "cpu" else [])))
+    if device not in (None, "cpu"):
+        folder = out or Path("runs") / f"{job.name}-what-if"
         print(what_if(job, device, folder).why)
         print(f"{folder}/what-if-{device}.html: predicted, nothing was run there")
         return
+    folder = out or Path("runs") / job.name
     print(search(job, folder).why)
     print(f"{folder}/recipe.yaml: the chosen pair; make it: qspec run {folder}/recipe.yaml")
 

@@ -6,7 +6,7 @@ from itertools import groupby
 import json
 from pathlib import Path
 
-from qspec.errors import RecipeError
+from qspec.errors import OutputError, RecipeError
 from qspec.pipeline import Calibration, Originals, load_originals, quantized_half
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
@@ -38,6 +38,15 @@ class Study:
     def __init__(self, recipe: Recipe, out: Path, progress: Progress | None = None) -> None:
         self.space, self.out, self.progress = space_of(recipe), out, progress or Progress()
         self.recipe, self.spec = recipe, self.space.spec
+        self._journal, self._runs = Journal(out / "pieces"), out / "confirm.jsonl"
+
+    def forget_times(self) -> None:
+        """Delete all seconds that the folder keeps, so that predictions and runs come from one sitting.
+
+        Quantized halves, harm and what halves say stay. A search that is killed then goes on without this call.
+        """
+        for path in [*self._journal.timed, self._runs]:
+            path.unlink(missing_ok=True)
 
     @cached_property
     def halves(self) -> Halves:
@@ -50,7 +59,7 @@ class Study:
         sampling = self.recipe.speculation
         law = Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
         prompts = [request.tokens for request in self._requests[0]]
-        return Pieces(self.halves, prompts, law, Journal(self.out / "pieces"), self.progress)
+        return Pieces(self.halves, prompts, law, self._journal, self.progress)
 
     def search(self) -> tuple[Answer, list[Lowered]]:
         """All pieces, every prediction; with drafts lowered layer by layer, all forms are timed again beside them."""
@@ -83,7 +92,7 @@ class Study:
         arms = {p.name: self.halves.arm(p.target, p.draft, p.gamma) for p in chosen}
         arms |= {name: self.halves.arm(*of, 0) for name, of in (beside or {}).items()}
         eos_ids = self._originals.target.arch.eos_ids
-        runs = confirm(arms, self._requests[1], self.recipe, eos_ids, self.out / "confirm.jsonl", self.progress)
+        runs = confirm(arms, self._requests[1], self.recipe, eos_ids, self._runs, self.progress)
         speeds = {name: speed_of(mine) for name, mine in runs.items()}
         return tuple(Confirmed(p, *speeds[p.name]) for p in chosen), {name: speeds[name] for name in beside or {}}
 
@@ -111,7 +120,8 @@ class Study:
         return model
 
     def _quantized(self, model: LoadedModel, spec: QuantSpec, name: str) -> QuantizedModel:
-        recipe = self.recipe
+        recipe, names = self.recipe, [*self.space.targets, *self.halves.with_weights]
+        self.progress.say(f"half {names.index(name) + 1} of {len(names)}: {name}")
         text = Calibration(recipe.calibration, self._originals.target.tokenizer, recipe.seed, self.progress)
         folder = self.out / "halves" / "".join(c if c.isalnum() else "-" for c in name)
         return quantized_half(recipe, spec, model, text, folder)
@@ -124,7 +134,7 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome
     """
     if recipe.device != "cpu":
         rule = "is not here, and passes are timed where they will run"
-        fix = f"set device: cpu, or predict it from its data sheet with --device {recipe.device}"
+        fix = f"measure here with --device cpu, or predict it from its data sheet with --device {recipe.device}"
         raise RecipeError(f"device {recipe.device}", rule, fix)
     study = Study(recipe, out, progress)
     predicted, lowered = study.search()
@@ -140,9 +150,12 @@ def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = 
     """What another device would make of the recipe's space, in `out/what-if-DEVICE.json` and `.html`.
 
     Acceptance and KL are measured here and kept in `out`, seconds follow from a data sheet; nothing is confirmed.
-    Raises `RecipeError` for a device without one.
+    Raises `RecipeError` for a device without one, `OutputError` for a folder of something that was run.
     """
-    study = Study(on_device(recipe, device), out, progress)
+    job = on_device(recipe, device)
+    if any(path.exists() for path in (out / "recipe.yaml", out / "confirm.jsonl", *out.glob("pieces/times-*.json"))):
+        raise OutputError(str(out), "holds what was measured on a device", "choose another --out for predictions")
+    study = Study(job, out, progress)
     found = predict_device(study.pieces, read_device(device))
     atomic_write(out / f"what-if-{device}.json", json.dumps(found.as_data(), indent=1) + "\n")
     atomic_write(out / f"what-if-{device}.html", report_html.render(found.document(recipe.name)))

@@ -32,10 +32,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", type=Path, default=Path("recipes/smollm2-135m-tune-cpu.yaml"))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="measure all seconds anew, and keep the rest")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     study = Study(Recipe.read(options.recipe), WORK, Progress())
+    if options.again:
+        study.forget_times()
     answer, lowered = study.search()
     confirmed, speeds = study.confirm(answer, lowered, ALONE)
     found = Outcome(answer, confirmed, study.space.pruned, tuple(lowered))

@@ -12,7 +12,7 @@ import torch
 from qspec import tune_pair
 from qspec.bridges import harness
 from qspec.bridges.harness import Sample, Scores
-from qspec.errors import RecipeError
+from qspec.errors import OutputError, RecipeError
 from qspec.numerics.lowering import path
 from qspec.schema.recipe import Recipe
 from qspec.schema.tuning import LayersSpec
@@ -234,14 +234,22 @@ def test_a_search_by_layers_ends_in_rules_of_the_recipe(tmp_path: Path, model: P
     assert tune_pair.tune(recipe, out).why == first.why
 
 
-def test_another_device_is_predicted_in_the_order_of_its_bytes(tmp_path: Path, model: Path) -> None:
-    """Passes of this machine told as another one's; a format that the device refuses; numbers that look measured."""
+def test_another_device_is_predicted_in_the_order_of_its_bytes(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Passes of this machine told as another one's; a format that the device refuses; numbers that look measured.
+
+    And a silence of minutes while halves are quantized.
+    """
     schemes = {name: {"scheme": name} for name in ("none", "FP8_DYNAMIC", "W8A8")}
     kv = {"float": None, "fp8": {"format": "fp8_e4m3", "scales": "cast"}}
     tune = {"targets": schemes, "target_kv": kv, "contexts": [128], "draft_heads": ["float"]}
     recipe, out = tuned(tmp_path, model, tune=tune), tmp_path / "out"
     found = tune_pair.what_if(recipe, "h100", out)
     assert list(found.answers) == [16, 128]
+    told = capsys.readouterr().err
+    assert "half 1 of 7: none/float" in told
+    assert "half 7 of 7: self W4A16" in told
     speeds = {
         context: {p.target: 1 / p.seconds for p in answer.every if p.gamma == 0}
         for context, answer in found.answers.items()
@@ -260,8 +268,18 @@ def test_another_device_is_predicted_in_the_order_of_its_bytes(tmp_path: Path, m
     newest = tune_pair.what_if(recipe, "b200", out)
     assert any("W8A8" in name for name, _ in newest.pruned)
     assert not any(p.target.startswith("W8A8") for p in newest.answers[16].every)
-    with pytest.raises(RecipeError, match="data sheet"):
-        tune_pair.what_if(recipe, "cpu", out)
+    with pytest.raises(RecipeError, match=r"data sheet.*b200.* or cpu to measure"):
+        tune_pair.what_if(recipe, "tpu", out)
+
+
+def test_predictions_for_another_device_leave_a_measured_study_alone(tmp_path: Path, model: Path) -> None:
+    """Halves of a measured search, quantized anew for another device under the same names."""
+    recipe, out = tuned(tmp_path, model), tmp_path / "out"
+    tune_pair.Study(recipe, out).pieces.model()
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(OutputError, match="measured"):
+        tune_pair.what_if(recipe, "h100", out)
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
 
 
 def test_tasks_are_paired_with_the_original_and_can_rule_a_target_out(

@@ -21,6 +21,7 @@ from qspec.stages.tune_halves import Halves
 from qspec.stages.tune_pieces import (
     Journal,
     Json,
+    Texts,
     answer_logits,
     head_runs,
     laws,
@@ -132,12 +133,12 @@ class Pieces:
             if fidelity is not None:
                 found = measure_fidelity(halves.original, lm, halves.target.tokenizer, fidelity, self.progress)[0]
                 told = {"kl": found.kl.value, "kl_ci": found.kl.ci, "top1": found.top1_agreement.value}
-            return told | {"prompts": prompt_seconds(lm, text), "law": laws(answer_logits(lm, text), self.sampling)}
+            return told | {"law": laws(answer_logits(lm, text), self.sampling)}
 
         settings = [self.setting([name]), fidelity and fidelity.model_dump(mode="json"), text, asdict(self.sampling)]
         kept = self.journal.kept("target", settings, make)
-        ci = kept["kl_ci"] and tuple(kept["kl_ci"])
-        return TargetPiece(passes, kept["kl"], ci, kept["top1"], max(kept["prompts"]), kept["law"])
+        ci, ttft = kept["kl_ci"] and tuple(kept["kl_ci"]), max(self._prompt_seconds(name, text))
+        return TargetPiece(passes, kept["kl"], ci, kept["top1"], ttft, kept["law"])
 
     def draft(self, name: str, passes: Passes) -> DraftPiece:
         """What a draft says, and its prompts or calls; passes: of one with weights."""
@@ -155,12 +156,20 @@ class Pieces:
             return DraftPiece(runs=told, seconds=seconds, per_token=True)
 
         def make() -> Json:
-            lm = self.halves.decoder(name)
-            begun = [([*prompt, *answer[:1]], answer) for prompt, answer in text]
-            return laws(answer_logits(lm, text), self.sampling) | {"prompts": prompt_seconds(lm, begun)}
+            self.progress.stage(f"answers of {name}")
+            return laws(answer_logits(self.halves.decoder(name), text), self.sampling)
 
         law = self.journal.kept("draft", [*settings, self.setting([name])], make)
-        return DraftPiece(passes, law, law["prompts"])
+        begun = [([*prompt, *answer[:1]], answer) for prompt, answer in text]
+        return DraftPiece(passes, law, self._prompt_seconds(name, begun))
+
+    def _prompt_seconds(self, name: str, texts: Texts) -> list[float]:
+        def make() -> Json:
+            return {"seconds": prompt_seconds(self.halves.decoder(name), texts)}
+
+        facts = [self.setting([name]), [prompt for prompt, _ in texts]]
+        seconds: list[float] = self.journal.kept("prompts", facts, make)["seconds"]
+        return seconds
 
     def _head_runs(self, target: str, draft: MlpDraft) -> Callable[[], Json]:
         def make() -> Json:

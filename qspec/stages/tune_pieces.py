@@ -25,11 +25,20 @@ Texts = Sequence[tuple[list[int], list[int]]]
 """Prompts with the original's greedy answers."""
 
 
+TIMED = ("times", "rounds", "prompts", "lookup", "head")
+"""Kept pieces that hold seconds; the others say what a half does to answers, on whatever machine."""
+
+
 class Journal:
     """Measured pieces in a folder, one file each, written whole; a killed study goes on with those that are there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    @property
+    def timed(self) -> list[Path]:
+        """Files of kept seconds."""
+        return sorted(path for name in TIMED for path in self._folder.glob(f"{name}-*.json"))
 
     def kept(self, name: str, settings: Any, make: Callable[[], Json]) -> Json:
         """The piece that `settings` decide, measured by `make` unless it is kept."""

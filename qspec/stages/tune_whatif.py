@@ -89,7 +89,8 @@ def on_device(recipe: Recipe, device: str) -> Recipe:
     """The recipe for a device whose data sheet is known; raises `RecipeError` for another one."""
     known = {name: sheet for name, sheet in read_devices().items() if sheet.bandwidth_tb_s is not None}
     if device not in known:
-        raise RecipeError(f"device {device}", "has no data sheet with a bandwidth", f"use one of {', '.join(known)}")
+        fix = f"use one of {', '.join(known)}, or cpu to measure on this machine"
+        raise RecipeError(f"device {device}", "has no data sheet with a bandwidth", fix)
     return Recipe.model_validate(recipe.as_dict() | {"device": device})
 
 
