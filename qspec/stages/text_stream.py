@@ -10,9 +10,12 @@ _UNFINISHED = "\ufffd"
 class TextStream:
     """Turns tokens into text, holding back characters whose bytes are not all there.
 
-    decode: all tokens so far to text. worker: of one thread, so that pieces keep their order. on_text: told each new
-    piece, from that thread; what it raises is raised by the next `add`, or by `finish`. Without it nothing is decoded
-    before the end.
+    decode: tokens to text, of which more tokens change nothing but an unfinished last character. worker: of one thread,
+    so that pieces keep their order. on_text: told each new piece, from that thread; what it raises is raised by the
+    next `add`, or by `finish`. Without it nothing is decoded before the end.
+
+    A piece is what its tokens add to those of the piece before it: a decoder may treat the first token that it gets
+    otherwise than the others (a dropped space), and nothing older is decoded again.
     """
 
     def __init__(
@@ -20,6 +23,7 @@ class TextStream:
     ) -> None:
         self._decode, self._worker, self._on_text = decode, worker, on_text
         self._tokens: list[int] = []
+        self._last = (0, 0)  # where the tokens of the last piece begin and end
         self._shown = 0
         self._told: deque[Future[None]] = deque()
 
@@ -36,14 +40,18 @@ class TextStream:
         while self._told:
             self._told.popleft().result()
         text = self._decode(self._tokens)
-        self._emit(text)
+        self._tell(text[self._shown :])
         return text
 
     def _show(self, length: int) -> None:
-        if not (text := self._decode(self._tokens[:length])).endswith(_UNFINISHED):
-            self._emit(text)
+        begin, end = self._last
+        text = self._decode(self._tokens[begin:length])
+        piece = text[len(self._decode(self._tokens[begin:end])) :]
+        if piece and not piece.endswith(_UNFINISHED):
+            self._tell(piece)
+            self._last = end, length
 
-    def _emit(self, text: str) -> None:
-        if self._on_text is not None and len(text) > self._shown:
-            self._on_text(text[self._shown :])
-            self._shown = len(text)
+    def _tell(self, piece: str) -> None:
+        if self._on_text is not None and piece:
+            self._on_text(piece)
+            self._shown += len(piece)
