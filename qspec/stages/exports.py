@@ -26,6 +26,8 @@ _VLLM_LACKS = {
     "confidence": "threshold of draft confidence",
     "optimal": "draft length that follows measured cost",
 }
+HALF = ("--dtype", "bfloat16")
+"""Of vLLM on a CPU, whose INT8 kernels take 16-bit inputs only."""
 _IGNORES_TRANSFORMS = "loads without rotation.r4's transform (it ignores transform_config) and computes garbage"
 
 
@@ -71,22 +73,29 @@ def draft_kv_dtype(recipe: Recipe) -> str:
     return "auto" if dtype == "fp8" and read_device(recipe.device).capability == ADA else dtype
 
 
-def vllm_arguments(recipe: Recipe, pair: str = "pair", kv: KVScheme | None = None, *, draft: bool = True) -> list[str]:
-    """Arguments of vLLM's server behind the model's folder; `kv` is the target's where it was measured."""
+def vllm_arguments(
+    recipe: Recipe, pair: str = "pair", kv: KVScheme | None = None, *, float32: bool = False, draft: bool = True
+) -> list[str]:
+    """Arguments of vLLM's server behind the model's folder; they say everything aloud.
+
+    kv: the target's where it was measured. float32: whether the target's floats are stored so.
+    """
     kv = kv or kv_scheme(recipe.target.quantization.kv)
-    arguments = ["--kv-cache-dtype", kv_flag(kv), *skip_flag(kv)]
+    arguments = ["--served-model-name", recipe.name, "--kv-cache-dtype", kv_flag(kv), *skip_flag(kv)]
     if recipe.speculation.max_length:
         arguments += ["--max-model-len", str(recipe.speculation.max_length)]
-    if not draft:
-        return arguments
-    if isinstance(recipe.draft, MlpDraft):
+    if recipe.device == "cpu" and float32:
+        arguments += HALF
+    if draft and isinstance(recipe.draft, MlpDraft):
         arguments += ["--additional-config", json.dumps({FOLDER_KEY: f"{pair}/draft"})]
-    return [*arguments, "--speculative-config", json.dumps(vllm_speculative_config(recipe, f"{pair}/draft"))]
+    if draft:
+        arguments += ["--speculative-config", json.dumps(vllm_speculative_config(recipe, f"{pair}/draft"))]
+    return arguments
 
 
-def vllm_command(recipe: Recipe, pair: str = "pair", kv: KVScheme | None = None) -> str:
+def vllm_command(recipe: Recipe, pair: str = "pair", kv: KVScheme | None = None, *, float32: bool = False) -> str:
     """The command that serves the pair, draft included where vLLM can."""
-    return shlex.join(["vllm", "serve", f"{pair}/target", *vllm_arguments(recipe, pair, kv)])
+    return shlex.join(["vllm", "serve", f"{pair}/target", *vllm_arguments(recipe, pair, kv, float32=float32)])
 
 
 def transformers_snippet(recipe: Recipe, capability: int | None, pair: str = "pair") -> str:

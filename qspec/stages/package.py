@@ -11,7 +11,6 @@ import torch
 from qspec.bridges import compressed, speculator
 from qspec.errors import IntegrityError, OutputError
 from qspec.numerics.outliers import same_matrix
-from qspec.plan import KVScheme
 from qspec.provenance import atomic_write, environment, require_space, sha256_file, staged_dir
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.devices import read_device
@@ -141,7 +140,7 @@ def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Reci
         served_by=served,
         exportable=not missing,
         reason="; ".join(missing),
-        speculation=_speculation(recipe, target.plan.kv),
+        speculation=_speculation(recipe, target),
         vllm_speculative_config=vllm_speculative_config(recipe, DRAFT),
         validity=Validity(
             device=recipe.device,
@@ -176,9 +175,10 @@ def _draft_half(recipe: Recipe, draft: QuantizedModel | None) -> Half:
     return _half(recipe.draft.kind, DRAFT, draft)
 
 
-def _speculation(recipe: Recipe, kv: KVScheme | None) -> dict[str, Any]:
+def _speculation(recipe: Recipe, target: QuantizedModel) -> dict[str, Any]:
     """Draft length and sampling as the recipe says, a lookup's own settings, and the command that serves the pair."""
-    settings = recipe.speculation.model_dump(mode="json") | {"vllm_command": vllm_command(recipe, kv=kv)}
+    command = vllm_command(recipe, kv=target.plan.kv, float32=stored_dtype(recipe, target) == torch.float32)
+    settings = recipe.speculation.model_dump(mode="json") | {"vllm_command": command}
     draft = recipe.draft
     own = {draft.kind: draft.model_dump(mode="json", exclude={"kind"})} if isinstance(draft, LookupDraft) else {}
     return settings | own

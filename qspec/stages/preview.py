@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from qspec.numerics.roofline import bytes_moved, pass_seconds, ridge_rows
 from qspec.plan import KVPart, KVScheme, TensorScheme
@@ -42,7 +44,7 @@ def preview(recipe: Recipe) -> dict[str, Any]:
         "time": _time(pair),
         "exports": [served.model_dump() for served in exports(recipe, pair.sheet, pair.target.arch)],
         "commands": {
-            "vllm": vllm_command(recipe),
+            "vllm": vllm_command(recipe, float32=pair.target.stored == torch.float32.itemsize),
             "transformers": transformers_snippet(recipe, pair.sheet.capability),
         },
         "findings": [asdict(finding) for finding in remarks(pair)],

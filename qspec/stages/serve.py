@@ -11,12 +11,9 @@ from qspec.records import QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.stages.check import examine, read_manifest
-from qspec.stages.exports import exports, vllm_arguments
+from qspec.stages.exports import HALF, exports, vllm_arguments
 from qspec.stages.kv_served import kv_flag
 from qspec.stages.stale import measured, overridden, stale
-
-HALF = ("--dtype", "bfloat16")
-"""Of vLLM on a CPU, whose INT8 kernels take 16-bit inputs only."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,8 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
         raise PairError(f"FP8 KV of {pair}", rule, "serve it elsewhere, or make the pair with kv: null in both halves")
     drafting = halves if draft else {"target": target}
     _require_split(asked(more, "--tensor-parallel-size", "-tp"), drafting)
-    arguments = ["--served-model-name", manifest.name, *vllm_arguments(recipe, str(pair), target.plan.kv, draft=draft)]
-    if recipe.device == "cpu" and manifest.validity.dtype == "float32":
-        arguments += HALF
+    float32 = manifest.validity.dtype == "float32"
+    arguments = vllm_arguments(recipe, str(pair), target.plan.kv, float32=float32, draft=draft)
     results = measured(pair)
     unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
     if draft and recipe.speculation.draft_length.by_batch and asked(more, "--data-parallel-size", "-dp") > 1:

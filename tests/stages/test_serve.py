@@ -3,15 +3,24 @@
 import json
 from pathlib import Path
 import shlex
+from typing import Any
 
 import pytest
+import torch
 
+from qspec.bridges import speculator
 from qspec.cli import main
 from qspec.errors import IntegrityError, PairError
+from qspec.nn.mlp_speculator import MLPSpeculator, initialize
+from qspec.records import QuantizedModel
+from qspec.schema.recipe import MlpDraft, Recipe
 from qspec.stages import serve
+from qspec.stages.check import read_manifest
 from qspec.stages.package import package
+from qspec.stages.preview import preview
 from qspec.stages.serve import serving
-from tests.stages.pairs import halves, recipe
+from qspec.stages.speculator_head import shape_of, target_rows
+from tests.stages.pairs import DRAFTS, KV, halves, recipe
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +29,18 @@ def wide_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    return package(*halves(folder / "source"), recipe(), folder)
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("source")
+
+
+@pytest.fixture(scope="module")
+def made(source: Path) -> tuple[QuantizedModel, QuantizedModel]:
+    return halves(source)
+
+
+@pytest.fixture(scope="module")
+def pair(made: tuple[QuantizedModel, QuantizedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package(*made, recipe(), tmp_path_factory.mktemp("made"))
 
 
 def test_everything_is_said_aloud(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,3 +124,41 @@ def test_a_schedule_by_batch_is_in_the_servers_own_words(tmp_path: Path) -> None
     assert config["num_speculative_tokens"] == 3  # vLLM clips the schedule to it
     assert any("by_batch is dropped" in warning for warning in job.warnings)
     assert not any("by_batch" in warning for warning in serving(pair).warnings)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("kind", ["model", "ngram", "suffix", "mlp_speculator"])
+def test_the_command_of_plan_and_manifest_is_the_one_that_serves(
+    made: tuple[QuantizedModel, QuantizedModel],
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    device: str,
+) -> None:
+    """Would catch a command that is copied from pair.json and starts another server than `qspec serve` does: one whose
+    INT8 kernels refuse float32 inputs, minutes after it has begun to load.
+    """
+    head = write_head(made[0], tmp_path / "head") if kind == "mlp_speculator" else None
+    drafts: dict[str, dict[str, Any]] = {
+        "model": {"model": str(source), "quantization": DRAFTS["self"]["quantization"]},
+        "mlp_speculator": {"model": str(head), "n_predict": 2, "shared": True},
+    }
+    target = {"model": str(source), "quantization": {"scheme": "W8A8", "kv": KV}}
+    fields = {"device": device, "target": target, "draft": {"kind": kind, **drafts.get(kind, {})}}
+    asked = Recipe.model_validate(recipe().as_dict() | fields)
+    package(made[0], made[1] if kind == "model" else None, asked, tmp_path, head)
+    monkeypatch.chdir(tmp_path)
+    job = serving(Path("pair"))
+    assert job.command == read_manifest(Path("pair")).speculation["vllm_command"]
+    assert job.command == preview(asked)["commands"]["vllm"]
+    assert ("--dtype bfloat16" in job.command) == (device == "cpu")
+
+
+def write_head(target: QuantizedModel, folder: Path) -> Path:
+    """A speculator head with random weights."""
+    draft = MlpDraft(kind="mlp_speculator", model=str(folder), n_predict=2, shared=True)
+    head = MLPSpeculator(shape_of(draft, target.arch), None, *target_rows(target))
+    initialize(head, torch.Generator().manual_seed(0))
+    speculator.write(head, folder)
+    return folder
