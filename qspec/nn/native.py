@@ -133,8 +133,17 @@ class NativeDecoder:
     ) -> list[Tensor]:
         counts = [len(tokens_T) for tokens_T in tokens]
         logits_TV = torch.empty(sum(counts), sequences[0].vocab_size)
-        cls._run(sequences, tokens, parents, logits_TV)
+        cls._run(sequences, tokens, parents, logits_TV, None)
         return list(logits_TV.split(counts))
+
+    @classmethod
+    def greedy_many(
+        cls, sequences: Sequence["NativeDecoder"], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
+    ) -> list[Tensor]:
+        counts = [len(tokens_T) for tokens_T in tokens]
+        best_T = torch.empty(sum(counts), dtype=torch.int64)
+        cls._run(sequences, tokens, parents, None, best_T)
+        return list(best_T.split(counts))
 
     def _run_on(self, core: "Core", arch: ArchMap) -> None:
         self._core, self.arch, self.isa, self.threads = core, arch, core.isa, core.threads
@@ -163,15 +172,17 @@ class NativeDecoder:
         sequences: Sequence["NativeDecoder"],
         tokens: Sequence[Tensor],
         parents: Sequence[Parents | None],
-        logits_TV: Tensor,
+        logits_TV: Tensor | None,
+        best_T: Tensor | None,
     ) -> None:
         core, asked = sequences[0]._core, list(zip(sequences, tokens, parents, strict=True))
         assert all(sequence._core is core for sequence in sequences), "forks of different weights"
         flat = [tokens_T.to("cpu", torch.int64).contiguous() for tokens_T in tokens]
         parts = [sequence._part(tokens_T, up) for (sequence, _, up), tokens_T in zip(asked, flat, strict=True)]
-        hidden_TK = torch.empty(len(logits_TV), sequences[0].arch.hidden_size)
-        core.forward(parts, len(logits_TV), logits_TV, None, hidden_TK)
-        for (sequence, _, parents_K), rows_TK in zip(asked, hidden_TK.split([len(t) for t in flat]), strict=True):
+        counts = [len(tokens_T) for tokens_T in flat]
+        hidden_TK = torch.empty(sum(counts), sequences[0].arch.hidden_size)
+        core.forward(parts, sum(counts), logits_TV, best_T, hidden_TK)
+        for (sequence, _, parents_K), rows_TK in zip(asked, hidden_TK.split(counts), strict=True):
             sequence._tree = tuple(parents_K or ())
             if parents_K is None:
                 sequence._states.append(rows_TK, sequence.length)

@@ -50,12 +50,17 @@ def verify_sampling(tokens_K: Tensor, q_KV: Tensor | None, p_K1V: Tensor, unifor
 
 def verify_tree_greedy(tokens_K: Tensor, parents_K: Parents, logits_K1V: Tensor) -> tuple[list[int], int]:
     """The nodes that plain decoding would pass, and its token behind them: `(path, next_token)`."""
-    best_K1, tokens = logits_K1V.argmax(-1).tolist(), tokens_K.tolist()
+    return verify_tree_best(tokens_K, parents_K, logits_K1V.argmax(-1))
+
+
+def verify_tree_best(tokens_K: Tensor, parents_K: Parents, best_K1: Tensor) -> tuple[list[int], int]:
+    """`verify_tree_greedy` where the arg-max of each row is known."""
+    best, tokens = best_K1.tolist(), tokens_K.tolist()
     children_K1 = children(parents_K)
     path, node = list[int](), -1
-    while (node := _first(children_K1[node + 1], tokens, best_K1[node + 1])) >= 0:
+    while (node := _first(children_K1[node + 1], tokens, best[node + 1])) >= 0:
         path.append(node)
-    return path, best_K1[path[-1] + 1 if path else 0]
+    return path, best[path[-1] + 1 if path else 0]
 
 
 def verify_tree_sampling(

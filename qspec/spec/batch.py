@@ -7,13 +7,16 @@ nothing of each other: each has its own cache, drafter, policy and randomness.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import cast
 
 import torch
+from torch import Tensor
 
-from qspec.nn.lm import BatchLM
+from qspec.nn.lm import BatchLM, GreedyLM, torch_beside
+from qspec.numerics.trees import Parents
 from qspec.spec.draft_length import BatchLimited, Heuristic, Schedule
 from qspec.spec.request import Request, check_prompt
-from qspec.spec.types import Drafter, DraftLength, Generation, Sampling
+from qspec.spec.types import Drafter, DraftLength, Generation, Proposal, Sampling, Verdict
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,16 @@ def generate_batch(
     active: dict[int, Request] = {}
     for i, fork in forks.items():
         active[i] = _request(fork, prompts[i], schedule, lambda: len(active), sampling, eos_ids)
-    for i, request in active.items():
-        emit(i, request.prefill(prompts[i].domain))
     done: dict[int, Generation] = {}
-    while active:
-        for i in [i for i, request in active.items() if request.stopped() is not None]:
-            done[i] = active.pop(i).result()
-            del forks[i]
-        if active:
-            _step(active, forks, emit)
+    with torch_beside(target):
+        for i, request in active.items():
+            emit(i, request.prefill(prompts[i].domain))
+        while active:
+            for i in [i for i, request in active.items() if request.stopped() is not None]:
+                done[i] = active.pop(i).result()
+                del forks[i]
+            if active:
+                _step(active, forks, emit)
     return [done.get(i, Generation([])) for i in range(len(prompts))]
 
 
@@ -85,8 +89,7 @@ def _step(active: dict[int, Request], forks: dict[int, BatchLM], emit: Callable[
     fed = perf_counter()
     tokens, parents = zip(*map(Request.rows, requests, proposals), strict=True)
     sequences = [forks[i] for i in active]
-    logits = sequences[0].forward_many(sequences, tokens, parents)
-    verdicts = list(map(Request.verify, requests, proposals, logits))
+    verdicts = _verify(requests, proposals, sequences, tokens, parents)
     t_verify = (perf_counter() - fed) / len(requests)
     counts: list[tuple[int, int]] = []
     for i, proposal, verdict in zip(active, proposals, verdicts, strict=True):
@@ -98,3 +101,17 @@ def _step(active: dict[int, Request], forks: dict[int, BatchLM], emit: Callable[
     t_other = (perf_counter() - begin - drafting) / len(requests) - t_verify
     for request, proposal, (drafted, accepted) in zip(requests, proposals, counts, strict=True):
         request.book(drafted, accepted, proposal, t_verify, t_other)
+
+
+def _verify(
+    requests: Sequence[Request],
+    proposals: Sequence[Proposal],
+    sequences: Sequence[BatchLM],
+    tokens: Sequence[Tensor],
+    parents: Sequence[Parents | None],
+) -> list[Verdict]:
+    first = sequences[0]
+    if isinstance(first, GreedyLM) and requests[0].sampling.greedy:
+        best = first.greedy_many(cast("Sequence[GreedyLM]", sequences), tokens, parents)  # forks of one model
+        return list(map(Request.verify_best, requests, proposals, best))
+    return list(map(Request.verify, requests, proposals, first.forward_many(sequences, tokens, parents)))

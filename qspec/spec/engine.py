@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
-from qspec.nn.lm import LM, GreedyLM
+from qspec.nn.lm import LM, GreedyLM, torch_beside
 from qspec.spec.draft_length import Heuristic
 from qspec.spec.request import Request, check_prompt, tree_lm
 from qspec.spec.types import Drafter, DraftLength, Generation, Proposal, Sampling, Verdict
@@ -44,26 +43,33 @@ def generate(
     policy = policy or Heuristic()
     emit = on_tokens or (lambda _: None)
     request = Request(target, drafter, policy, prompt, len(prompt) + max_new_tokens, sampling, eos_ids, generator)
-    likeliest = target.greedy if sampling.greedy and isinstance(target, GreedyLM) else None
-    emit(request.prefill(domain))
-    while request.stopped() is None:
-        begin = perf_counter()
-        proposal = request.draft()
-        fed = perf_counter()
-        verdict = _verify(request, proposal, likeliest)
-        t_verify = perf_counter() - fed
-        drafted, tokens = request.commit(proposal, verdict)
-        policy.update(drafted, len(tokens) - 1, proposal.seconds, t_verify)
-        emit(tokens)
-        t_other = perf_counter() - begin - proposal.seconds - t_verify
-        request.book(drafted, len(tokens) - 1, proposal, t_verify, t_other)
+    likeliest = target if sampling.greedy and isinstance(target, GreedyLM) else None
+    with torch_beside(target):
+        emit(request.prefill(domain))
+        while request.stopped() is None:
+            _step(request, likeliest, emit)
     return request.result()
 
 
-def _verify(request: Request, proposal: Proposal, likeliest: Callable[[Tensor], Tensor] | None) -> Verdict:
+def _step(request: Request, likeliest: GreedyLM | None, emit: Callable[[list[int]], None]) -> None:
+    begin = perf_counter()
+    proposal = request.draft()
+    fed = perf_counter()
+    verdict = _verify(request, proposal, likeliest)
+    t_verify = perf_counter() - fed
+    drafted, tokens = request.commit(proposal, verdict)
+    request.policy.update(drafted, len(tokens) - 1, proposal.seconds, t_verify)
+    emit(tokens)
+    t_other = perf_counter() - begin - proposal.seconds - t_verify
+    request.book(drafted, len(tokens) - 1, proposal, t_verify, t_other)
+
+
+def _verify(request: Request, proposal: Proposal, likeliest: GreedyLM | None) -> Verdict:
     tokens_T, parents_T = request.rows(proposal)
+    if likeliest is not None and parents_T is None:
+        return request.verify_best(proposal, likeliest.greedy(tokens_T))
+    if likeliest is not None:
+        return request.verify_best(proposal, likeliest.greedy_many([likeliest], [tokens_T], [parents_T])[0])
     if parents_T is not None:
         return request.verify(proposal, tree_lm(request.target).forward_tree(tokens_T, parents_T))
-    if likeliest is not None:
-        return request.verify_best(proposal, likeliest(tokens_T))
     return request.verify(proposal, request.target.forward(tokens_T))

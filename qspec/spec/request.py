@@ -14,7 +14,7 @@ from torch import Tensor
 from qspec.errors import RecipeError
 from qspec.nn.lm import LM, TreeLM
 from qspec.numerics.trees import Parents, children, depths, under_root
-from qspec.numerics.verify import verify_best, verify_greedy, verify_sampling, verify_tree_greedy, verify_tree_sampling
+from qspec.numerics.verify import verify_best, verify_sampling, verify_tree_best, verify_tree_sampling
 from qspec.spec.types import (
     NOTHING,
     Drafter,
@@ -79,13 +79,16 @@ class Request:
     def verify(self, proposal: Proposal, logits_K1V: Tensor) -> Verdict:
         """What stands, from logits behind the newest token and behind every draft."""
         if self.sampling.greedy:
-            return _verdict(proposal, *_greedy(proposal, logits_K1V))
+            return self.verify_best(proposal, logits_K1V.argmax(-1))
         uniforms_K1 = draw_uniforms(len(logits_K1V), self.generator).to(logits_K1V.device)
         return _verdict(proposal, *_sampled(proposal, self.sampling.law(logits_K1V), uniforms_K1))
 
     def verify_best(self, proposal: Proposal, best_K1: Tensor) -> Verdict:
-        """`verify` for a chain and greedy decoding, from the arg-max of each row."""
-        accepted, token = verify_best(proposal.tokens_K.to(best_K1.device), best_K1)
+        """`verify` for greedy decoding, from the arg-max of each row."""
+        tokens_K = proposal.tokens_K.to(best_K1.device)
+        if not proposal.is_chain:
+            return _verdict(proposal, *verify_tree_best(tokens_K, proposal.parents, best_K1))
+        accepted, token = verify_best(tokens_K, best_K1)
         return _verdict(proposal, list(range(accepted)), token)
 
     def commit(self, proposal: Proposal, verdict: Verdict) -> tuple[int, list[int]]:
@@ -145,14 +148,6 @@ def tree_lm(lm: LM) -> TreeLM:
 def _verdict(proposal: Proposal, path: list[int], token: int) -> Verdict:
     last = path[-1] if path else -1
     return Verdict(tuple(path), token, "recovered" if children(proposal.parents)[last + 1] else "bonus")
-
-
-def _greedy(proposal: Proposal, logits_K1V: Tensor) -> tuple[list[int], int]:
-    tokens_K = proposal.tokens_K.to(logits_K1V.device)
-    if not proposal.is_chain:
-        return verify_tree_greedy(tokens_K, proposal.parents, logits_K1V)
-    accepted, token = verify_greedy(tokens_K, logits_K1V)
-    return list(range(accepted)), token
 
 
 def _sampled(proposal: Proposal, p_K1V: Tensor, uniforms_K1: Tensor) -> tuple[list[int], int]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 import itertools
+from typing import ClassVar
 
 import pytest
 from scipy.stats import chisquare
@@ -10,6 +11,7 @@ import torch
 
 from qspec.errors import RecipeError
 from qspec.nn.reuse import PrefixReuse
+from qspec.spec.batch import Prompt, generate_batch
 from qspec.spec.draft_length import Fixed, Heuristic
 from qspec.spec.drafters.model import ModelDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
@@ -80,6 +82,14 @@ class BestLM(TableLM):
 
     def greedy(self, tokens_T: torch.Tensor, last: int | None = None) -> torch.Tensor:
         return super().forward(tokens_T, last).argmax(-1)
+
+    def forward_tree(self, tokens_T, parents_K):  # type: ignore[no-untyped-def]
+        raise AssertionError("logits of a tree were asked for")
+
+    @classmethod
+    def greedy_many(cls, sequences, tokens, parents):  # type: ignore[no-untyped-def]
+        asked = zip(sequences, tokens, parents, strict=True)
+        return [TableLM.forward_tree(lm, *rows).argmax(-1) for lm, *rows in asked]
 
 
 @pytest.mark.parametrize("drafter", ["none", "perfect", "fair", "ngram", "silent", "wrong", "tree"])
@@ -280,3 +290,31 @@ def _resized(vocab: int) -> torch.Tensor:
     wide = torch.full((VOCAB, VOCAB, 9), 20.0, dtype=torch.float64)
     wide[..., :VOCAB] = TABLE
     return wide[..., :vocab]
+
+
+class ThreadedLM(TableLM):
+    """Computes on threads of its own, and keeps how many torch had meanwhile."""
+
+    threads = 2
+    torchs: ClassVar[set[int]] = set()
+
+    def forward(self, tokens_T: torch.Tensor, last: int | None = None) -> torch.Tensor:
+        self.torchs.add(torch.get_num_threads())
+        if len(self.tokens) > self.max_length - 2:
+            raise MemoryError
+        return super().forward(tokens_T, last)
+
+
+def test_torch_has_one_thread_beside_a_target_with_its_own() -> None:
+    """Catches threads of torch that wait at full speed on the target's cores, and a count that is not put back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run(ThreadedLM(TABLE), DRAFTERS["fair"](), Fixed(3))
+        generate_batch(ThreadedLM(TABLE), [Prompt([3], 4, torch.Generator())], GREEDY, ())
+        assert ThreadedLM.torchs == {1}
+        with pytest.raises(MemoryError):
+            run(ThreadedLM(TABLE, 12), DRAFTERS["none"](), Fixed(3))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
