@@ -1,39 +1,44 @@
 """Serve a pair by vLLM with the arguments that qspec emits; compare its greedy answers and acceptance with qspec's."""
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 import json
-import math
 import os
 from pathlib import Path
 import re
+import shutil
 import sys
 from typing import Any
 from urllib.request import ProxyHandler, Request as Call, build_opener
 
-from bench_cli import write_baseline
+from bench_cli import digest, write_baseline
 from build_peers import python_of
+from near_tie import Parting, judge
 import torch
 
 from qspec.bridges import vllm
 from qspec.numerics.fidelity import wilson_interval
-from qspec.provenance import environment
-from qspec.schema.recipe import BenchmarkSpec
+from qspec.pipeline import load_originals, quantize_halves
+from qspec.progress import Progress
+from qspec.provenance import atomic_write, environment
+from qspec.schema.recipe import BenchmarkSpec, Recipe
 from qspec.spec.draft_length import Fixed
 from qspec.spec.engine import generate
 from qspec.spec.types import Generation, Sampling
 from qspec.stages.bench import load_requests
 from qspec.stages.bench_arm import Request
-from qspec.stages.check import read_manifest
+from qspec.stages.check import read_manifest, weight_digests
 from qspec.stages.open_pair import LoadedPair, open_pair
+from qspec.stages.package import package
 from qspec.stages.serve import serving
 
-PAIR = Path("runs/smollm2-135m-self-cpu/pair")
+WORK = Path("runs/integration")
+RECIPE = Path("recipes/smollm2-135m-self-cpu.yaml")
+TARGETS = {"int8": "W8A8", "float": "none"}
+"""Targets of the pairs that are made here, and their schemes."""
 BASELINE = Path("eval/baselines/vllm_cpu.json")
-OWN = "vLLM, plain and speculative"
-SPACINGS = 2
-"""Of bfloat16 at the best logit: the gap between two tokens that vLLM's rounding may close."""
 SMALL = ["--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "8"]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -73,13 +78,40 @@ def counters(url: str) -> tuple[int, list[int]]:
     return int(float(drafts[1])) if drafts else 0, [by_position[i] for i in sorted(by_position)]
 
 
-def served(pair: Path, python: Path, requests: Sequence[Request], new: int, port: int, *, draft: bool) -> Served:
-    job = serving(pair, draft=draft, more=SMALL)
-    name = job.arguments[job.arguments.index("--served-model-name") + 1]
-    with vllm.server(python, job.model, job.arguments, "127.0.0.1", port, 900):
-        url = f"http://127.0.0.1:{port}"
-        answers = [ask(url, request.tokens, new, name) for request in requests]
-        return Served(answers, *counters(url))
+def made(target: str) -> Path:
+    """A pair of such a target and an INT8 copy of it that drafts; KV in floats, so that vLLM runs it on any CPU."""
+    told = [
+        f"name=smollm2-135m-{target}-target",
+        f"description=SmolLM2-135M-Instruct ({target}); a copy of it in INT8 drafts.",
+        f"target.quantization={{scheme: {TARGETS[target]}}}",
+        "draft.quantization={scheme: W8A8}",
+    ]
+    recipe = Recipe.read(RECIPE, tuple(told))
+    out = WORK / f"{target}-{digest(recipe.as_dict())}"
+    if not (out / "pair").exists():
+        progress = Progress()
+        originals = load_originals(recipe, progress)
+        halves = quantize_halves(recipe, originals, out / "work", progress)
+        package(*halves, recipe, out)
+        shutil.rmtree(out / "work")
+        progress.close()
+    return out / "pair"
+
+
+def served(args: argparse.Namespace, requests: Sequence[Request], *, draft: bool) -> Served:
+    """Kept, or asked now."""
+    job = serving(args.pair, draft=draft, more=SMALL)
+    halves = weight_digests(read_manifest(args.pair))
+    asked = [vllm.version(args.python), halves, job.arguments, [request.tokens for request in requests], args.new]
+    path = WORK / f"{digest(asked)}.json"
+    if args.again or not path.exists():
+        name = job.arguments[job.arguments.index("--served-model-name") + 1]
+        with vllm.server(args.python, job.model, job.arguments, "127.0.0.1", args.port, 900):
+            url = f"http://127.0.0.1:{args.port}"
+            answers = [ask(url, request.tokens, args.new, name) for request in requests]
+            WORK.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, json.dumps(asdict(Served(answers, *counters(url)))))
+    return Served(**json.loads(path.read_bytes()))
 
 
 def ours(pair: LoadedPair, request: Request, new: int, k: int) -> Generation:
@@ -88,19 +120,28 @@ def ours(pair: LoadedPair, request: Request, new: int, k: int) -> Generation:
     return generate(pair.target, drafter, Fixed(k), request.tokens, new, law, eos_ids, torch.Generator())
 
 
-def compare(pair: LoadedPair, request: Request, mine: Sequence[int], its: Sequence[int]) -> Row:
-    """Where two answers part, and whether both tokens are equally good there as far as bfloat16 can tell."""
-    together = zip(mine, its, strict=False)
-    position = next((i for i, (a, b) in enumerate(together) if a != b), min(len(mine), len(its)))
-    row = {"category": request.category, "tokens": len(mine), "equal_until": position, "gap": None, "near_tie": None}
-    if position < min(len(mine), len(its)):
-        pair.target.truncate(0)
-        logits_V = pair.target.forward(torch.tensor([*request.tokens, *mine[:position]]), last=1)[0]
-        best = float(logits_V.max())
-        gap = best - float(logits_V[its[position]])
-        spacing = 2.0 ** (math.floor(math.log2(abs(best))) - 7)
-        row |= {"gap": round(gap, 4), "near_tie": gap <= SPACINGS * spacing}
-    return row
+def parting(request: Request, some: Sequence[int], other: Sequence[int]) -> tuple[int, Parting | None]:
+    """How many tokens two answers share, and where they part; None if one is the other, or its beginning."""
+    together = enumerate(zip(some, other, strict=False))
+    shared = next((i for i, (a, b) in together if a != b), min(len(some), len(other)))
+    if shared == min(len(some), len(other)):
+        return shared, None
+    return shared, Parting([*request.tokens, *some[:shared]], some[shared], other[shared])
+
+
+def compared(
+    pair: LoadedPair, requests: Sequence[Request], answers: Mapping[str, Sequence[list[int]]]
+) -> Iterator[Row]:
+    """Answers of each engine beside those of the next: up to where they are equal, and what is known of that place."""
+    found: list[tuple[Row, Parting | None]] = []
+    for (one, some), (other, others) in pairwise(answers.items()):
+        for request, a, b in zip(requests, some, others, strict=True):
+            shared, at = parting(request, a, b)
+            row = {"compared": f"{one} and {other}", "category": request.category, "tokens": len(a)}
+            found.append((row | {"equal_until": shared}, at))
+    judged = iter(judge(pair, [at for _, at in found if at is not None]))
+    for row, at in found:
+        yield row if at is None else row | next(judged)
 
 
 def acceptance(name: str, drafts: int, accepted: Sequence[int]) -> Row:
@@ -131,17 +172,11 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     k = pair.recipe.speculation.draft_length.k
     if pair.head is not None:  # vLLM asks a head for no more than it drafts
         k = min(k, pair.head.shape.n_predict)
-    its_plain = served(args.pair, args.python, requests, args.new, args.port, draft=False)
-    its = served(args.pair, args.python, requests, args.new, args.port, draft=True)
-    plain = [ours(pair, request, args.new, 0) for request in requests]
+    its_plain, its = (served(args, requests, draft=draft) for draft in (False, True))
+    plain = [ours(pair, request, args.new, 0).tokens for request in requests]
     mine = [ours(pair, request, args.new, k) for request in requests]
-    answers = [generation.tokens for generation in plain]
-    for name, some, other in (
-        ("qspec and vLLM, plain", answers, its_plain.answers),
-        (OWN, its_plain.answers, its.answers),
-    ):
-        for request, a, b in zip(requests, some, other, strict=True):
-            yield {"compared": name} | compare(pair, request, a, b)
+    answers = {"qspec": plain, "vLLM": its_plain.answers, "vLLM with its draft": its.answers}
+    yield from compared(pair, requests, answers)
     yield acceptance("qspec", *counted(mine, k))
     yield acceptance("vLLM", its.drafts, its.accepted)
 
@@ -153,15 +188,11 @@ def others(pair: str) -> list[Row]:
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """What is not as it should be.
-
-    That answers of qspec and vLLM part is not: plain W8A8 magnifies last bits, so that engines whose float sums differ
-    choose other tokens early (transformers in float32 from the same files too).
-    """
+    """What is not as it should be."""
     wrong = [
         f"{r['compared']}: {r['category']} parts at token {r['equal_until']} by {r['gap']}"
         for r in rows
-        if r.get("compared") == OWN and r["near_tie"] is False
+        if r.get("near_tie") is False
     ]
     (_, a), (_, b) = [(row["engine"], row["ci"]) for row in rows if "engine" in row]
     if a[1] < b[0] or b[1] < a[0]:
@@ -171,13 +202,17 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pair", type=Path, default=PAIR)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--target", choices=TARGETS, default="int8", help="of a small pair that is made for this")
+    which.add_argument("--pair", type=Path, help="one that exists, in place of that")
     parser.add_argument("--python", type=Path, default=python_of("vllm"), help="of an environment with vLLM")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--per-category", type=int, default=1)
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--port", type=int, default=8231)
+    parser.add_argument("--again", action="store_true", help="ask vLLM anew")
     args = parser.parse_args()
+    args.pair = args.pair or made(args.target)
     os.environ |= ENVIRONMENT
     found = vllm.version(args.python)
     name = read_manifest(args.pair).name
