@@ -1,7 +1,7 @@
 """The main job: recipe in, proven pair and report out. It reads top to bottom; every value is made once."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from qspec.errors import OutputError, RecipeError
 from qspec.nn.cuda_decoder import CudaDecoder
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.progress import Progress, setup_log
-from qspec.provenance import atomic_write, digest_of, environment, require_space, staged_dir
+from qspec.provenance import atomic_write, digest_of, environment, require_space, sole_writer, staged_dir
 from qspec.records import LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import (
@@ -43,11 +43,11 @@ from qspec.stages.drafting import draft_policy, model_drafter
 from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
 from qspec.stages.kv_choice import choose_kv
-from qspec.stages.load import load
+from qspec.stages.load import load, resolve_arch
 from qspec.stages.open_pair import LoadedPair, compute_dtype, engine_options, open_pair
 from qspec.stages.package import package, seal, source_dtype, stored_dtype
 from qspec.stages.pad import match_rows
-from qspec.stages.planned import PlannedPair, is_untrained, plan_half, resolve_model
+from qspec.stages.planned import PlannedPair, plan_half, require_trained, resolve_model
 from qspec.stages.prepare import prepare
 from qspec.stages.preview import admit
 from qspec.stages.processes import barrier, processes
@@ -87,7 +87,18 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
         return out / "pair"
     originals = load_originals(recipe, progress)
     rehearse(recipe, originals.target, planned.calibrates)
-    _claim(recipe, planned, out)
+    _require_room(planned, out)
+    with sole_writer(out):
+        if not _is_complete(recipe, out, resume):  # another run may have taken it while models were loaded
+            atomic_write(out / "recipe.yaml", recipe.dump())
+            setup_log(out / "run.log")
+            _make(recipe, planned, originals, out, progress)
+    progress.close()
+    return out / "pair"
+
+
+def _make(recipe: Recipe, planned: PlannedPair, originals: Originals, out: Path, progress: Progress) -> None:
+    """Everything from the models to the report, in a folder that is this run's alone."""
     pair = out / "pair"
     if pair.exists():
         _same_source(pair, originals)
@@ -105,8 +116,6 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
     report(results, out / "report")
     seal(pair, results.model_dump(mode="json"), out / "report")
     shutil.rmtree(out / "work")
-    progress.close()
-    return pair
 
 
 def make_parents(out: Path) -> None:
@@ -126,18 +135,18 @@ def _same_source(pair: Path, originals: Originals) -> None:
 
 
 def load_originals(recipe: Recipe, progress: Progress) -> Originals:
-    """Both models; a draft with another tokenizer is refused here, before compute."""
+    """Both models. A draft that is not trained yet, or a head of other sizes, is refused before anything is loaded, and
+    a draft with another tokenizer before compute.
+    """
     progress.stage("load")
+    require_trained(recipe.draft)
+    head = head_folder(recipe.draft, resolve_arch(recipe.target)) if isinstance(recipe.draft, MlpDraft) else None
     target = load(recipe.target)
     if isinstance(recipe.draft, SelfDraft):
         layers = recipe.draft.layers
         return Originals(target, target if layers is None else truncate_layers(target, layers))
-    if isinstance(recipe.draft, MlpDraft):
-        return Originals(target, None, head_folder(recipe.draft, target.arch))
     if not isinstance(recipe.draft, ModelDraft):
-        return Originals(target, None)
-    if is_untrained(recipe.draft):
-        raise RecipeError(f"draft {recipe.draft.model}", "is not trained yet", "run `qspec train-draft` on the recipe")
+        return Originals(target, None, head)
     draft = load(recipe.draft)
     check_tokenizers(target.tokenizer, draft.tokenizer)
     return Originals(target, match_rows(draft, target.arch.vocab_size))
@@ -168,7 +177,7 @@ def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = Non
     progress.stage("load")
     model = load(recipe.target)
     text = Calibration(recipe.calibration, model.tokenizer, recipe.seed, progress)
-    with processes() as rank:
+    with processes() as rank, nullcontext() if rank else sole_writer(out):
         if rank == 0:
             quantized_half(recipe, recipe.target.quantization, model, text, out / "target")
         barrier()
@@ -381,13 +390,10 @@ def _is_complete(recipe: Recipe, out: Path, resume: bool) -> bool:
     return sealed
 
 
-def _claim(recipe: Recipe, planned: PlannedPair, out: Path) -> None:
-    """Take `out` for this recipe, if its disk has the room."""
+def _require_room(planned: PlannedPair, out: Path) -> None:
     halves = [half for half in (planned.target.bytes, planned.drafting) if half is not None]
     # both halves lie in work/ and in pair/ until the run ends; the original once more for backend hf
     require_space(out, 2 * sum(half.resident for half in halves) + planned.target.plain.resident)
-    atomic_write(out / "recipe.yaml", recipe.dump())
-    setup_log(out / "run.log")
 
 
 def _is_sealed(pair: Path) -> bool:

@@ -1,8 +1,9 @@
 """Where a result comes from and how it reaches the disk: digests, versions, the machine, writes without halves."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 import errno
+import fcntl
 import hashlib
 from importlib import metadata
 import json
@@ -47,6 +48,12 @@ def sha256_file(path: str | Path) -> str:
     """Hex sha256 of a file's bytes, read in chunks."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_folder(folder: Path) -> str:
+    """Hex sha256 over the names and bytes of every file below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return digest_of({path.relative_to(folder).as_posix(): sha256_file(path) for path in files})
 
 
 def digest_of(value: object) -> str:
@@ -126,6 +133,31 @@ def staged_dir(final: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+@contextmanager
+def sole_writer(folder: str | Path) -> Iterator[None]:
+    """Refuse a second job in a folder, which is made, for as long as a block lasts; raises `OutputError`.
+
+    The system frees it when a process ends, however it ends. File systems that know no locks are trusted.
+    """
+    with _output_errors(Path(folder)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            _lock(lock, folder)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(descriptor: int, folder: str | Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fix = "wait until it ends, or choose another --out"
+        raise OutputError(str(folder), "is written by another qspec that runs now", fix) from None
 
 
 def _recover(final: Path, part: Path, previous: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from qspec.errors import OutputError, RecipeError
 from qspec.pipeline import Calibration, Originals, load_originals, quantized_half
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, environment
+from qspec.provenance import atomic_write, environment, sole_writer
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.quantization import QuantSpec
@@ -19,6 +19,7 @@ from qspec.stages import report_html
 from qspec.stages.bench import load_requests
 from qspec.stages.bench_arm import Request
 from qspec.stages.open_pair import compute_dtype
+from qspec.stages.planned import require_trained
 from qspec.stages.tune_answer import Answer, answer, pick
 from qspec.stages.tune_confirm import Rate, confirm, finalists, speed_of
 from qspec.stages.tune_halves import Halves
@@ -38,6 +39,8 @@ class Study:
     def __init__(self, recipe: Recipe, out: Path, progress: Progress | None = None) -> None:
         self.space, self.out, self.progress = space_of(recipe), out, progress or Progress()
         self.recipe, self.spec = recipe, self.space.spec
+        for planned in self.space.drafts.values():
+            require_trained(planned.recipe.draft)
         self._journal, self._runs = Journal(out / "pieces"), out / "confirm.jsonl"
 
     def forget_times(self) -> None:
@@ -137,11 +140,12 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome
         fix = f"measure here with --device cpu, or predict it from its data sheet with --device {recipe.device}"
         raise RecipeError(f"device {recipe.device}", rule, fix)
     study = Study(recipe, out, progress)
-    predicted, lowered = study.search()
-    confirmed, _ = study.confirm(predicted, lowered)
-    tasks = measure_tasks(study.pieces, asked(predicted, study.spec.evaluate))
-    found = Outcome(predicted, confirmed, study.space.pruned, tuple(lowered), tasks)
-    _write(study, found)
+    with sole_writer(out):
+        predicted, lowered = study.search()
+        confirmed, _ = study.confirm(predicted, lowered)
+        tasks = measure_tasks(study.pieces, asked(predicted, study.spec.evaluate))
+        found = Outcome(predicted, confirmed, study.space.pruned, tuple(lowered), tasks)
+        _write(study, found)
     study.progress.close()
     return found
 
@@ -156,9 +160,10 @@ def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = 
     if any(path.exists() for path in (out / "recipe.yaml", out / "confirm.jsonl", *out.glob("pieces/times-*.json"))):
         raise OutputError(str(out), "holds what was measured on a device", "choose another --out for predictions")
     study = Study(job, out, progress)
-    found = predict_device(study.pieces, read_device(device))
-    atomic_write(out / f"what-if-{device}.json", json.dumps(found.as_data(), indent=1) + "\n")
-    atomic_write(out / f"what-if-{device}.html", report_html.render(found.document(recipe.name)))
+    with sole_writer(out):
+        found = predict_device(study.pieces, read_device(device))
+        atomic_write(out / f"what-if-{device}.json", json.dumps(found.as_data(), indent=1) + "\n")
+        atomic_write(out / f"what-if-{device}.html", report_html.render(found.document(recipe.name)))
     study.progress.close()
     return found
 

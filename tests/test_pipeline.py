@@ -12,9 +12,11 @@ from qspec.bridges import compressed
 from qspec.errors import OutputError, PairError, QspecError, RecipeError, SourceError
 from qspec.nn.decoder import Decoder
 from qspec.progress import Progress
+from qspec.provenance import sole_writer
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
 from qspec.stages import open_pair
+from qspec.tune_pair import tune
 from tests.jobs import INT4, INT8, NGRAM_DRAFT, SELF_DRAFT, job
 from tests.served import IDS, logits, transformers_model
 from tests.tiny import TEXT, tiny_model
@@ -141,6 +143,22 @@ def test_folder_with_a_run_is_never_overwritten(model: Path, tmp_path: Path) -> 
     with pytest.raises(OutputError, match="another recipe"):
         pipeline.run(recipe.model_copy(update={"seed": 1}), out, resume=True, progress=QUIET)
     assert (out / "pair" / "pair.json").read_bytes() == before
+
+
+def test_two_jobs_in_one_folder(model: Path, tmp_path: Path) -> None:
+    """Catches two runs that tidy each other's half-written folders away, hours after both began."""
+    out, training = tmp_path / "out", {"layers": 1, "positions": 64}
+    draft = {"kind": "model", "model": str(out / "draft"), "training": training}
+    tried = [lambda: pipeline.run(job(tmp_path, model, NGRAM_DRAFT), out, progress=QUIET)]
+    tried += [lambda: pipeline.train_draft(job(tmp_path, model, draft), out, QUIET)]
+    tried += [lambda: tune(job(tmp_path, model, NGRAM_DRAFT), out, QUIET)]
+    with sole_writer(out):
+        for again in tried:
+            with pytest.raises(OutputError, match="is written by another qspec that runs now; wait"):
+                again()
+        assert list(out.iterdir()) == []
+    with sole_writer(out):
+        pass
 
 
 def test_refusals_leave_nothing_behind(model: Path, tmp_path: Path) -> None:

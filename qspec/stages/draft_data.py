@@ -1,14 +1,17 @@
 """What a speculator head learns from: states and laws of the quantized target on text, and on answers of its own.
 
 Letters: T rows of a sequence, H hidden size, K likeliest ids that are kept of a law. Row t holds a token, the target's
-final-norm state behind it, and the law of what follows. Files appear one by one and are never made twice.
+final-norm state behind it, and the law of what follows. Files appear one by one; none is made twice of the same.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+import json
 from pathlib import Path
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +23,12 @@ from qspec.numerics.affine import quantize_activation_dynamic
 from qspec.numerics.formats import FP8_E4M3
 from qspec.numerics.probs import sample
 from qspec.progress import Progress
+from qspec.provenance import atomic_write, digest_of, sha256_folder
 from qspec.records import Tokenizer
 from qspec.schema.recipe import CalibrationSpec, DataSpec
 from qspec.schema.training import PromptSource, TrainingData
 from qspec.spec.types import draw_uniforms
+from qspec.stages.processes import barrier, rank_and_world
 
 TEXT, ANSWERS = "text", "answers"
 _SEQUENCES = 64
@@ -47,31 +52,70 @@ class Rollout:
     prompt_P: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What a stage's files are made of: token rows, those of a file together, and a key to all that decides them."""
+
+    name: str
+    parts: list[list[list[int]]]
+    key: dict[str, Any]
+
+
+def both_stages(target: Path, tokenizer: Tokenizer, spec: TrainingData, seed: int) -> tuple[Stage, Stage]:
+    """Text and answers of the quantized model in the folder `target`."""
+    text, prompts = text_parts(spec, tokenizer, seed), prompt_parts(spec, tokenizer, seed)
+    kept = {"target": sha256_folder(target), "top": spec.top, "states": spec.states}
+    asked = {"prompts": digest_of(prompts), "seed": seed, "batch": spec.batch}
+    asked |= {"greedy": spec.greedy, "answer_tokens": spec.answer_tokens}
+    return Stage(TEXT, text, kept | {"text": digest_of(text)}), Stage(ANSWERS, prompts, kept | asked)
+
+
 def make_data(
     folder: Path,
     lm: StatefulLM,
-    tokenizer: Tokenizer,
+    stages: Sequence[Stage],
     spec: TrainingData,
     eos_ids: Collection[int],
     seed: int,
     progress: Progress,
-    share: tuple[int, int] = (0, 1),
 ) -> None:
     """Fill `folder` for both stages; a call that was killed goes on with the file that was not finished.
 
-    share: of the files, every `share[1]`-th from number `share[0]` on is this process's.
+    Files that were made of something else are made anew. Processes share the files of a stage.
     """
-    for name, parts in ((TEXT, text_parts(spec, tokenizer, seed)), (ANSWERS, prompt_parts(spec, tokenizer, seed))):
-        own = range(share[0], len(parts), share[1])
-        progress.stage(f"training data: {name}, {len(own)} files")
-        for i in progress.track(own, name, len(own), "file"):
-            path = folder / f"{name}-{i:05}.safetensors"
+    rank, world = rank_and_world()
+    for stage in stages if rank == 0 else ():
+        _claim(folder, stage, progress)
+    barrier()
+    for stage in stages:
+        own = range(rank, len(stage.parts), world)
+        progress.stage(f"training data: {stage.name}, {len(own)} files")
+        for i in progress.track(own, stage.name, len(own), "file"):
+            path = folder / f"{stage.name}-{i:05}.safetensors"
             if not path.exists():
-                made = read_rows(lm, parts[i], spec)
-                if name == ANSWERS:
-                    made = answer(lm, parts[i], spec, eos_ids, torch.Generator().manual_seed(seed * 100_003 + i))
+                made = read_rows(lm, stage.parts[i], spec)
+                if stage.name == ANSWERS:
+                    generator = torch.Generator().manual_seed(seed * 100_003 + i)
+                    made = answer(lm, stage.parts[i], spec, eos_ids, generator)
                 _write(path, list(made), spec)
-                progress.say(f"{path.name} of {len(parts)}")
+                progress.say(f"{path.name} of {len(stage.parts)}")
+    barrier()
+
+
+def _claim(folder: Path, stage: Stage, progress: Progress) -> None:
+    """Remove a stage's files if they were made of something else, and say so; note what the next ones are made of."""
+    note, known = folder / f"{stage.name}.json", dict[str, Any]()
+    with suppress(OSError, ValueError):
+        known = json.loads(note.read_text(encoding="utf-8"))
+    if known == stage.key:
+        return
+    files = list(folder.glob(f"{stage.name}-*.safetensors"))
+    if files:
+        changed = ", ".join(name for name, value in stage.key.items() if known.get(name) != value)
+        progress.say(f"training data: {stage.name} is made anew, for other {changed}")
+    for path in files:
+        path.unlink()
+    atomic_write(note, json.dumps(stage.key, indent=1) + "\n")
 
 
 def text_parts(spec: TrainingData, tokenizer: Tokenizer, seed: int) -> list[list[list[int]]]:
@@ -182,10 +226,7 @@ def read_data(folder: Path, stage: str) -> list[Rollout]:
 
 def _sequences(path: Path) -> Iterator[Rollout]:
     stored = read_tensors(path)
-    counts = stored["lengths"].tolist()
-    prompts = list(torch.zeros(0, dtype=torch.int32).split([0] * len(counts)))
-    if "prompts" in stored:  # heads do without, and older data has none
-        prompts = stored["prompts"].split(stored["prompt_lengths"].tolist())
+    counts, prompts = stored["lengths"].tolist(), stored["prompts"].split(stored["prompt_lengths"].tolist())
     tokens, ids, probs = (stored[name].split(counts) for name in ("tokens", "ids", "probs"))
     hidden = stored["hidden"]
     if _SCALES in stored:

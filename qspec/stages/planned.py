@@ -16,7 +16,7 @@ from qspec.records import ArchMap
 from qspec.schema.datasets import dataset
 from qspec.schema.devices import DeviceSheet, read_device
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import Dtype, MlpDraft, ModelDraft, ModelSpec, Recipe, SelfDraft
+from qspec.schema.recipe import Draft, Dtype, MlpDraft, ModelDraft, ModelSpec, Recipe, SelfDraft
 from qspec.stages.allocate import assumed_plan
 from qspec.stages.build_plan import build_plan, needs_statistics, resolve_plan
 from qspec.stages.duration import HalfCost, Step, steps
@@ -229,15 +229,27 @@ def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: in
     return PlannedHalf(model, arch, spec, plan, schemes, found, plain, original, stored)
 
 
-def is_untrained(draft: ModelDraft) -> bool:
-    """Whether a draft is to be made by training, and has not been; it is planned by the layers that it will have."""
+def is_untrained(draft: ModelDraft | MlpDraft) -> bool:
+    """Whether a draft is to be made by training, and has not been; it is planned by the sizes that it will have."""
     if draft.training is None or draft.model.startswith("package:"):
         return False
     try:
-        locate(draft)
+        _locate(draft)
     except SourceError:
         return True
     return False
+
+
+def require_trained(draft: Draft) -> None:
+    """A draft that needs files has them: raises `RecipeError` for one that is yet to be trained, else `SourceError`."""
+    if isinstance(draft, ModelDraft | MlpDraft):
+        if is_untrained(draft):
+            raise RecipeError(f"draft {draft.model}", "is not trained yet", "run `qspec train-draft` on the recipe")
+        _locate(draft)
+
+
+def _locate(draft: ModelDraft | MlpDraft) -> None:
+    locate(ModelSpec(model=draft.model, revision=draft.revision))
 
 
 def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:

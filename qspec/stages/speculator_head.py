@@ -15,12 +15,12 @@ from qspec.progress import Progress
 from qspec.provenance import staged_dir
 from qspec.records import EMBEDDING, HEAD, ArchMap, LoadedModel, QuantizedModel
 from qspec.schema.recipe import MlpDraft, ModelSpec, Recipe
-from qspec.stages.draft_data import ANSWERS, TEXT, make_data, read_data
+from qspec.stages.draft_data import ANSWERS, TEXT, both_stages, make_data, read_data
 from qspec.stages.head_data import frequent_ids, lay_out, split
 from qspec.stages.head_learner import HeadLearner
 from qspec.stages.load import locate
-from qspec.stages.processes import barrier, rank_and_world
-from qspec.stages.train_draft import CURVE, facts, train
+from qspec.stages.processes import rank_and_world
+from qspec.stages.train_draft import CURVE, facts, require_same, train
 
 
 def shape_of(draft: MlpDraft, arch: ArchMap) -> SpeculatorShape:
@@ -67,19 +67,20 @@ def target_rows(target: LoadedModel | QuantizedModel) -> tuple[Tensor, Tensor]:
 
 
 def train_head(recipe: Recipe, target: QuantizedModel, out: Path, progress: Progress) -> Path:
-    """Train the recipe's head on what `target` reads and writes; returns `out/head`. Killed runs go on.
+    """Train the recipe's head on what `target`, of `out/target`, reads and writes; returns `out/head`.
 
-    Under `torchrun` processes share the data's files and every batch; the first one writes the head.
+    A call that was killed goes on. Under `torchrun` processes share the data's files and every batch.
     """
     draft = recipe.draft
     assert isinstance(draft, MlpDraft), f"draft kind {draft.kind} is not trained"
     assert draft.training is not None, "a head is trained as the recipe says"
-    spec, arch = draft.training, target.arch
-    shape, (rank, world) = shape_of(draft, arch), rank_and_world()
+    spec, arch, shape = draft.training, target.arch, shape_of(draft, target.arch)
+    stages = both_stages(out / "target", target.tokenizer, spec.data, recipe.seed)
+    made_of = [stage.key for stage in stages]
+    require_same(out / "training", recipe.seed, spec, made_of)
     length = spec.data.prompt_tokens + spec.data.answer_tokens
     lm = open_decoder(target, max_length=max(length, spec.data.text_length))
-    make_data(out / "data", lm, target.tokenizer, spec.data, arch.eos_ids, recipe.seed, progress, (rank, world))
-    barrier()
+    make_data(out / "data", lm, stages, spec.data, arch.eos_ids, recipe.seed, progress)
     text = read_data(out / "data", TEXT)
     answers, judged = split(read_data(out / "data", ANSWERS), spec.data.held_out)
     ids_D = frequent_ids([*text, *answers], shape.draft_vocab, arch.vocab_size)
@@ -88,8 +89,8 @@ def train_head(recipe: Recipe, target: QuantizedModel, out: Path, progress: Prog
     progress.stage("train the head")
     laid = [lay_out(part, shape.n_predict, ids_D, arch.vocab_size) for part in (text, answers, judged)]
     learner = HeadLearner(head)
-    course = train(learner, (laid[0], laid[1]), laid[2], spec, recipe.seed, out / "training", progress)
-    if rank == 0:
+    course = train(learner, (laid[0], laid[1]), laid[2], spec, recipe.seed, out / "training", progress, made_of)
+    if rank_and_world()[0] == 0:
         swap_linears(head, lambda linear: Int8Map.rounded(linear.weight))
         rows = dict(zip((TEXT, ANSWERS, "held out"), (len(data.tokens_M) for data in laid), strict=True))
         with staged_dir(out / "head") as part:

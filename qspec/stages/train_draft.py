@@ -4,7 +4,7 @@ A run that is killed goes on after its last checkpoint and ends with the same we
 takes its share of each batch, and gradients are averaged. Letter: T starts of a batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 import json
 from pathlib import Path
@@ -54,17 +54,18 @@ def train(
     seed: int,
     folder: Path,
     progress: Progress,
+    made_of: Sequence[Mapping[str, Any]] = (),
 ) -> Course:
     """Train a draft in place; it ends with the weights that were best on `judged`, be it those of the beginning.
 
-    `folder` keeps the checkpoint, and the curve as JSON lines. Raises `RecipeError` for batches that are too small to
-    be shared, and `OutputError` for a checkpoint of other settings.
+    `folder` keeps the checkpoint, and the curve as JSON lines; `made_of` is all that decides the data. Raises
+    `RecipeError` for batches that are too small to be shared, and `OutputError` for a checkpoint of other settings.
     """
     module, (rank, world) = learner.module, rank_and_world()
     for data in stages:
         _require_shares(data, spec, world)
     optimizer = torch.optim.AdamW(_trained(module), lr=spec.rate, betas=spec.betas, weight_decay=spec.weight_decay)
-    settings = digest_of([seed, spec.model_dump(mode="json")])
+    settings = _settings(seed, spec, made_of)
     course = _restore(folder / CHECKPOINT, settings, module, optimizer)
     if course is None:
         course = _plan(learner, optimizer, stages, spec, seed)
@@ -93,6 +94,11 @@ def train(
             progress.say(_line(course, found))
     module.load_state_dict(best, strict=False)
     return course
+
+
+def require_same(folder: Path, seed: int, spec: TrainingSpec, made_of: Sequence[Mapping[str, Any]]) -> None:
+    """Raise what `train` would raise for a checkpoint of other settings, before its data is made."""
+    _stored(folder / CHECKPOINT, _settings(seed, spec, made_of))
 
 
 def facts(seed: int, spec: TrainingSpec, target: QuantizedModel, course: Course) -> dict[str, Any]:
@@ -196,13 +202,25 @@ def _save(
     atomic_write(folder / CURVE, "".join(json.dumps(entry) + "\n" for entry in course.curve))
 
 
-def _restore(folder: Path, settings: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> Course | None:
+def _settings(seed: int, spec: TrainingSpec, made_of: Sequence[Mapping[str, Any]]) -> str:
+    return digest_of([seed, spec.model_dump(mode="json"), [dict(key) for key in made_of]])
+
+
+def _stored(folder: Path, settings: str) -> Course | None:
+    """Where the training stands whose checkpoint is in `folder`, if there is one."""
     if not (folder / _STATE).exists():
         return None
     course = Course(**json.loads((folder / _STATE).read_text()))
     if course.settings not in ("", settings):
         fix = "choose another --out, or remove that folder to begin anew"
         raise OutputError(str(folder), "holds a training with other settings", fix)
+    return course
+
+
+def _restore(folder: Path, settings: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> Course | None:
+    course = _stored(folder, settings)
+    if course is None:
+        return None
     module.load_state_dict(dict(read_tensors(folder / _WEIGHTS)), strict=False)
     state = optimizer.state_dict()
     state["state"] = {}

@@ -13,13 +13,13 @@ import torch
 
 from qspec import pipeline
 from qspec.bridges.hf import load_folder, open_trainable
-from qspec.errors import QspecError, RecipeError, SourceError
+from qspec.errors import RecipeError
 from qspec.nn.decoder import Decoder
 from qspec.numerics.fidelity import kl_divergence
 from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
 from qspec.schema.training import DistillSpec
-from qspec.stages import train_draft
+from qspec.stages import distill, train_draft
 from qspec.stages.choose_layers import choose_layers
 from qspec.stages.distill import FACTS
 from qspec.stages.draft_data import ANSWERS, Rollout, read_data
@@ -284,17 +284,12 @@ def test_what_cannot_be_made_is_refused(tmp_path, tiny):
             DistillSpec(layers=layers, positions=1)
 
 
-def test_data_without_prompts_is_refused(made):
-    """Would catch data of an earlier version, which a head can learn from and a model must not."""
+def test_layers_are_chosen_anew_on_other_text(made):
+    """Would catch a choice that is kept although the text that it was made on is another."""
     recipe, folder = made
-    from qspec.stages import distill
-
-    bare = [
-        Rollout(one.tokens_T, one.hidden_TH, one.ids_TK, one.probs_TK)
-        for one in read_data(folder / "out/data", ANSWERS)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distill, "read_data", lambda *_: bare)
-        with pytest.raises(SourceError, match="answers without their prompts"):
-            distill._answers(folder, recipe.draft.training)
-    assert issubclass(SourceError, QspecError)
+    model, path = load_folder(folder / "tiny"), folder / "chosen.json"
+    spec = recipe.draft.training
+    texts = [[list(range(5 + i, 45 + i))] for i in range(2)]
+    first = distill._layers(spec, model, texts[:1], path, QUIET)
+    assert distill._layers(spec, model, texts[:1], path, QUIET) == first
+    assert distill._layers(spec, model, texts[1:], path, QUIET)["texts"] != first["texts"]

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -11,15 +12,19 @@ import pytest
 import torch
 
 from qspec import pipeline
-from qspec.errors import OutputError, RecipeError
+from qspec.bridges import compressed
+from qspec.errors import OutputError, RecipeError, SourceError
+from qspec.nn.engines import open_decoder
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
 from qspec.progress import Progress
+from qspec.schema.quantization import QuantSpec
 from qspec.schema.training import TrainingData, TrainingSpec
 from qspec.spec.drafters.mlp import MlpDrafter
 from qspec.stages import train_draft
-from qspec.stages.draft_data import Rollout
+from qspec.stages.draft_data import Rollout, both_stages, make_data
 from qspec.stages.head_data import draft_ids, frequent_ids, lay_out, split
 from qspec.stages.head_learner import HeadLearner
+from qspec.tune_pair import tune
 from tests.jobs import job, training_data
 from tests.tiny import tiny_model
 
@@ -176,6 +181,78 @@ def test_data_is_made_once(made):
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "out/data").iterdir()}
 
 
+class Heard(Progress):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    @property
+    def anew(self) -> list[str]:
+        return [line.removeprefix("training data: ") for line in self.lines if "is made anew" in line]
+
+
+def make(made, folder: Path, **fields) -> list[str]:
+    """Data of the trained recipe's target with other fields; what was said to be made anew."""
+    recipe, _, home = made
+    spec, target = recipe.draft.training.data.model_copy(update=fields), compressed.read(home / "out/target")
+    stages, heard = both_stages(home / "out/target", target.tokenizer, spec, recipe.seed), Heard()
+    make_data(folder, open_decoder(target, max_length=128), stages, spec, target.arch.eos_ids, recipe.seed, heard)
+    return heard.anew
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"top": 4}, ["text is made anew, for other top", "answers is made anew, for other top"]),
+        ({"states": "fp8_e4m3"}, ["text is made anew, for other states", "answers is made anew, for other states"]),
+        ({"text_tokens": 96}, ["text is made anew, for other text"]),
+        ({"text_length": 16}, ["text is made anew, for other text"]),
+        ({"answers": 9}, ["answers is made anew, for other prompts"]),
+        ({"answer_tokens": 17}, ["answers is made anew, for other answer_tokens"]),
+        ({"greedy": 0.0, "batch": 2}, ["answers is made anew, for other batch, greedy"]),
+        ({"held_out": 0.3}, []),
+        ({"prompt_tokens": 63}, []),  # no prompt is that long
+    ],
+    ids=str,
+)
+def test_data_is_made_anew_for_what_decides_it_and_nothing_else(made, tmp_path, change, said):
+    """Would catch a head that learns from data of another recipe, and hours of answers that are written again."""
+    assert make(made, tmp_path / "data") == []
+    before = content(tmp_path / "data")
+    assert make(made, tmp_path / "data", **change) == said
+    assert make(made, tmp_path / "fresh", **change) == []
+    assert content(tmp_path / "data") == content(tmp_path / "fresh")
+    assert bool(said) == (content(tmp_path / "data") != before)
+    assert make(made, tmp_path / "data", **change) == []
+
+
+def test_another_target_reads_and_answers_anew(made, tmp_path):
+    """Would catch laws of a target that is gone, and a training that goes on with them, or is told so hours later."""
+    recipe, _, folder = made
+    out = Path(shutil.copytree(folder / "out", tmp_path / "out"))
+    plain = recipe.target.model_copy(update={"quantization": QuantSpec(scheme="W8A8")})
+    other, before = recipe.model_copy(update={"target": plain}), content(out / "data")
+    with pytest.raises(OutputError, match="holds a training with other settings"):
+        pipeline.train_draft(other, out, Progress(quiet=True))
+    pipeline.train_draft(recipe, out, Progress(quiet=True))
+    assert content(out / "data") == before
+    shutil.rmtree(out / "training")
+    heard = Heard()
+    pipeline.train_draft(other, out, heard)
+    assert heard.anew == ["text is made anew, for other target", "answers is made anew, for other target"]
+    assert content(out / "data").keys() == before.keys()
+    assert content(out / "data") != before
+
+
 def test_what_cannot_be_trained_is_refused(made):
     """Would catch a draft without training that fails late, and a head of other sizes than the recipe says."""
     recipe, _, folder = made
@@ -187,3 +264,28 @@ def test_what_cannot_be_trained_is_refused(made):
     with pytest.raises(ValueError, match="either `positions` or `minutes`"):
         TrainingSpec()
     assert TrainingData().top == 32
+
+
+@pytest.mark.parametrize("verb", ["run", "tune"])
+def test_a_head_that_is_not_trained_is_missed_before_anything_is_loaded(made, tmp_path, monkeypatch, verb):
+    """Would catch a target of many gigabytes that is read, or fetched, before its missing head is told."""
+    recipe = made[0]
+
+    def loaded(spec):
+        raise AssertionError(f"{spec.model} was loaded")
+
+    monkeypatch.setattr(pipeline, "load", loaded)
+    missing = {"model": str(tmp_path / "none/head")}
+    draft = recipe.draft.model_copy(update=missing)
+    told = "is not trained yet; run `qspec train-draft`"
+    for training, error, said in ((draft.training, RecipeError, told), (None, SourceError, "is no existing file")):
+        asked = recipe.model_copy(update={"draft": draft.model_copy(update={"training": training})})
+        with pytest.raises(error, match=said):
+            if verb == "run":
+                pipeline.run(asked, tmp_path / "out", progress=Progress(quiet=True))
+            else:
+                tune(asked, tmp_path / "out", Progress(quiet=True))
+    other = recipe.model_copy(update={"draft": recipe.draft.model_copy(update={"n_predict": 3})})
+    with pytest.raises(RecipeError, match=r"n_predict 3: but its config\.json says 2"):
+        pipeline.run(other, tmp_path / "out", progress=Progress(quiet=True))
+    assert not (tmp_path / "out").exists()
