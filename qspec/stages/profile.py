@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from qspec.stages.footprint import footprint, weight_bytes
 from qspec.stages.open_pair import LoadedPair, compute_dtype
 
 PROMPT = "Explain step by step how a bicycle stays upright, and then write the steps down again as a list."
-WARM_UP = 4
+WARM_UP, TURNS = 4, 3
 _KINDS = {
     "q_proj": "q/k/v",
     "k_proj": "q/k/v",
@@ -39,10 +40,14 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Part:
-    """Milliseconds per token, their share, and the least that reading the part's stored bytes takes."""
+    """Milliseconds per token (median of the turns, and their least and most), the share, and the floor.
+
+    floor_ms: what reading the part's stored bytes takes at the best rate that was measured beside the turns.
+    """
 
     name: str
     ms: float
+    ms_range: tuple[float, float]
     share: float
     bytes: float
     floor_ms: float
@@ -61,7 +66,10 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Profile:
-    """Plain decoding by part, and speculation. `timers`: what measuring added to a token, as a share of it."""
+    """Plain decoding by part in several turns, and speculation.
+
+    tokens: of a turn. timers: what measuring added to a token, as a share of it. bandwidth: the best of the turns.
+    """
 
     tokens: int
     prompt_tokens: int
@@ -80,8 +88,21 @@ class Profile:
         return 1000 / self.plain_ms / self.ceiling_tokens_s
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """One after another: memory read in bytes per second, a plain decode, and one under timers in seconds by part."""
+
+    bandwidth: float
+    plain_ms: float
+    timed_ms: float
+    seconds: Mapping[str, float]
+
+
 def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile:
-    """Decode `tokens` greedily: plainly, under timers, and with drafts. Raises `RecipeError` where they do not fit."""
+    """Decode `tokens` greedily: plainly and under timers in turns, then with drafts.
+
+    Raises `RecipeError` where they do not fit.
+    """
     target, start = pair.target, prompt_tokens(pair.model.tokenizer, prompt)[0]
     if isinstance(target, CudaDecoder):
         raise RecipeError("profile", "times the parts of the CPU's engines", "add --torch for the torch engine")
@@ -89,7 +110,38 @@ def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile
         rule = f"with a prompt of {len(start)} tokens passes the cache of {target.max_length}"
         raise RecipeError(f"--tokens {tokens}", rule, "ask for fewer tokens")
     _decode(target, start, WARM_UP)
-    plain_ms = _ms(_decode(target, start, tokens))
+    turns = [_turn(target, start, tokens) for _ in range(TURNS)]
+    plain_ms = median(turn.plain_ms for turn in turns)
+    rate = max(turn.bandwidth for turn in turns)
+    read = _bytes(pair.model, compute_dtype(pair.recipe.dtype), len(start) + tokens / 2)
+    times = {part: [1000 * turn.seconds.get(part, 0.0) for turn in turns] for part in turns[0].seconds}
+    total = sum(map(median, times.values()))
+    return Profile(
+        tokens=tokens,
+        prompt_tokens=len(start),
+        plain_ms=plain_ms,
+        timers=median(turn.timed_ms for turn in turns) / plain_ms - 1,
+        parts=tuple(
+            Part(
+                name,
+                median(ms),
+                (min(ms), max(ms)),
+                median(ms) / total,
+                read.get(name, 0.0),
+                1000 * read.get(name, 0.0) / rate,
+            )
+            for name, ms in times.items()
+        ),
+        bandwidth=rate,
+        bytes_per_token=sum(read.values()),
+        ceiling_tokens_s=rate / sum(read.values()),
+        engine=engine_name(target),
+        speculation=_speculation(pair, start, tokens, plain_ms),
+    )
+
+
+def _turn(target: Decoder | NativeDecoder, start: list[int], tokens: int) -> _Turn:
+    rate, plain_ms = bandwidth().value, _ms(_decode(target, start, tokens))
     with _clock(target) as clock:
         _decode(target, start, 1)
         begun = clock()
@@ -101,23 +153,7 @@ def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile
     seconds = {part: max(0.0, s - 2 * prefilled[part] + begun[part]) / steps for part, s in ended.items() if s}
     seconds["sampling"] = max(0.0, sum(s.t_verify for s in run.steps) / steps - sum(seconds.values()))
     seconds["bookkeeping"] = sum(s.t_other for s in run.steps) / steps
-    rate, read = bandwidth().value, _bytes(pair.model, compute_dtype(pair.recipe.dtype), len(start) + tokens / 2)
-    total = sum(seconds.values())
-    return Profile(
-        tokens=tokens,
-        prompt_tokens=len(start),
-        plain_ms=plain_ms,
-        timers=_ms(run) / plain_ms - 1,
-        parts=tuple(
-            Part(name, 1000 * s, s / total, read.get(name, 0.0), 1000 * read.get(name, 0.0) / rate)
-            for name, s in seconds.items()
-        ),
-        bandwidth=rate,
-        bytes_per_token=sum(read.values()),
-        ceiling_tokens_s=rate / sum(read.values()),
-        engine=engine_name(target),
-        speculation=_speculation(pair, start, tokens, plain_ms),
-    )
+    return _Turn(rate, plain_ms, _ms(run), seconds)
 
 
 def as_data(found: Profile) -> dict[str, Any]:
@@ -131,12 +167,13 @@ def document(found: Profile, name: str) -> Document:
     )
     columns = ("part", "ms/token", "share", "reads", "times its floor")
     caption = (
-        f"{found.tokens} tokens behind {found.prompt_tokens}, {found.engine}. Floor: the stored bytes over "
-        f"{size(found.bandwidth)}/s, as measured. Timers added {percent(found.timers)}."
+        f"{found.tokens} tokens behind {found.prompt_tokens}, medians and ranges of {TURNS} turns, {found.engine}. "
+        f"Floor: the stored bytes over {size(found.bandwidth)}/s, the best memory read beside the turns; what is "
+        f"below 1× in every turn was read faster, as from a cache. Timers added {percent(found.timers)}."
     )
     s = found.speculation
     ceiling = (
-        f"Plain decoding takes {number(found.plain_ms)} ms per token, {percent(found.of_ceiling)} of the ceiling of "
+        f"Plain decoding takes {number(found.plain_ms)} ms per token, {_share(found.of_ceiling)} of the ceiling of "
         f"{number(found.ceiling_tokens_s)} tokens/s ({size(found.bytes_per_token)} per token)."
     )
     drafting = (("drafting", s.draft_ms), ("verification", s.verify_ms), ("bookkeeping", s.other_ms))
@@ -197,5 +234,14 @@ def _bytes(model: QuantizedModel, dtype: torch.dtype, context: float) -> Mapping
     return read
 
 
+def _share(of_ceiling: float) -> str:
+    return percent(of_ceiling) if of_ceiling < 1 else "within noise"
+
+
 def _times(part: Part) -> str:
-    return f"{number(part.ms / part.floor_ms)}×" if part.floor_ms else ""
+    """How often the part's time holds its floor, from the least to the most of all turns."""
+    if not part.floor_ms:
+        return ""
+    low, high = (ms / part.floor_ms for ms in part.ms_range)
+    span = f"{number(low)}…{number(high)}×"
+    return f"within noise ({span})" if low <= 1 <= high else span

@@ -1,5 +1,6 @@
 """Where a token's time goes, on a tiny pair."""
 
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -10,7 +11,8 @@ from qspec.errors import RecipeError
 from qspec.nn.native import NativeDecoder
 from qspec.nn.native_interface import LAPS
 from qspec.nn.timed import MATMULS, PARTS, timed
-from qspec.stages import bench
+from qspec.schema.results import Measurement
+from qspec.stages import bench, profile as stage
 from qspec.stages.open_pair import LoadedPair, open_pair
 from qspec.stages.package import package
 from qspec.stages.profile import as_data, document, profile
@@ -50,6 +52,7 @@ def test_profile_adds_up(pair: LoadedPair) -> None:
     assert {part.name for part in found.parts} == {*PARTS, "sampling", "bookkeeping"}
     assert sum(part.share for part in found.parts) == pytest.approx(1)  # a sum of floats
     by_name = {part.name: part for part in found.parts}
+    assert all(part.ms_range[0] <= part.ms <= part.ms_range[1] for part in found.parts)
     assert all(by_name[name].bytes > 0 and by_name[name].floor_ms > 0 for name in (*MATMULS, "attention"))
     assert found.bytes_per_token == sum(part.bytes for part in found.parts)
     assert found.of_ceiling == pytest.approx(1000 / found.plain_ms / found.ceiling_tokens_s)
@@ -58,6 +61,31 @@ def test_profile_adds_up(pair: LoadedPair) -> None:
     text = render(document(found, "pair"))
     assert "gate/up" in text
     assert "tokens per step" in text
+
+
+@pytest.mark.parametrize(
+    ("span", "said"),
+    [((1.1, 1.3), "1.10…1.30×"), ((0.93, 1.05), "within noise (0.930…1.05×)"), ((0.4, 0.5), "0.400…0.500×")],
+)
+def test_a_part_is_not_told_to_beat_its_floor_by_noise(pair: LoadedPair, span: tuple[float, float], said: str) -> None:
+    """Catches "0.93×" of the least that is possible: one disturbed reading of the memory beside one lucky decode."""
+    found = profile(pair, tokens=4, prompt="the quick")
+    part = replace(found.parts[0], ms_range=span, floor_ms=1.0)
+    faster = replace(found, parts=(part,), plain_ms=0.99 * 1000 / found.ceiling_tokens_s)
+    text = render(document(faster, "pair"))
+    assert said in text
+    assert "within noise of the ceiling" in text
+
+
+def test_floors_are_measured_beside_the_turns(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches one bandwidth for all turns: on a machine with other work it belongs to none of them."""
+    rates = iter([2e9, 8e9, 4e9])
+    measured = Measurement(metric="memory read", value=0, unit="B/s", n=5)
+    monkeypatch.setattr(stage, "bandwidth", lambda: measured.model_copy(update={"value": next(rates)}))
+    found = profile(pair, tokens=4, prompt="the quick")
+    assert next(rates, None) is None
+    assert found.bandwidth == 8e9
+    assert all(part.floor_ms == pytest.approx(1000 * part.bytes / 8e9) for part in found.parts)
 
 
 def test_the_core_times_its_own_passes(tmp_path: Path) -> None:
