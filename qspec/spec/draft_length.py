@@ -69,7 +69,6 @@ class Confidence:
         self._k, self._max = k, max_k
         self._memory = History(lambda: _Threshold(threshold))
         self._stated = False
-        self._asked: list[float] = []
         self.reset()
 
     @property
@@ -80,22 +79,36 @@ class Confidence:
         return self._max if self._stated else self._k
 
     def judge(self) -> More:
-        self._asked = []
-        return self._more
+        self._doubt = _Doubt(self._now.value)
+        return self._doubt
 
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
         if drafted:
-            self._stated = bool(self._asked)
-            self._now.add(self._asked[: min(drafted, accepted + 1)], accepted)
-            self._asked = []
+            confidences = self._doubt.confidences
+            self._stated = bool(confidences)
+            self._now.add(confidences[: min(drafted, accepted + 1)], accepted)
 
     def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
         self._now = self._memory.of(domain)
-        self._asked = []
+        self._doubt = _Doubt(self._now.value)
 
-    def _more(self, confidence: float) -> bool:
-        self._asked.append(confidence)
-        return confidence >= self._now.value
+
+class _Doubt:
+    """Ends a draft behind the first token below a threshold: that one stays, to be tested."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold, self._sure = threshold, True
+        self.confidences: list[float] = []
+
+    def begins(self, name: str) -> bool:
+        self._sure, self.confidences = True, []
+        return True
+
+    def __call__(self, confidence: float) -> bool:
+        wanted, self._sure = self._sure, confidence >= self._threshold
+        if wanted:
+            self.confidences.append(confidence)
+        return wanted
 
 
 class _Threshold:

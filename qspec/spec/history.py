@@ -1,7 +1,7 @@
 """What draft-length policies remember: which draft tokens stood, how long passes take, and both by kind of request."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Generic, TypeVar
 
@@ -10,7 +10,7 @@ from qspec.numerics.speedup import pass_cost
 T = TypeVar("T")
 
 DECAY = 0.97
-"""Weight that a step keeps when the next one comes: about the last 33 steps count."""
+"""About the last 33 steps count."""
 PRIOR_RATE = 0.7
 PRIOR_WEIGHT = 2.0
 POSITION_WEIGHT = 4.0
@@ -47,18 +47,19 @@ class History(Generic[T]):
 class Outcomes:
     """Decayed counts of draft tokens that were tested, by position and by confidence.
 
-    prior: rate that is believed, at the weight of `PRIOR_WEIGHT` tokens, before there are counts.
+    towards: wider counts that these are drawn to where they are few; those without are drawn to `PRIOR_RATE`, and to
+    what a confidence says. decay: weight that a step keeps when the next one comes.
     """
 
-    def __init__(self, positions: int, prior: float = PRIOR_RATE) -> None:
-        self._prior = prior
+    def __init__(self, positions: int, towards: "Outcomes | None" = None, decay: float = DECAY) -> None:
+        self._towards, self._decay = towards, decay
         self._stood, self._tested = [0.0] * positions, [0.0] * positions
         self._bin_stood, self._bin_tested = [0.0] * BINS, [0.0] * BINS
 
     def add(self, drafted: int, accepted: int, confidences: Sequence[float] = ()) -> None:
         """Learn from a proposal: its accepted tokens stood, the next one fell, the others were not tested."""
         for counts in (self._stood, self._tested, self._bin_stood, self._bin_tested):
-            counts[:] = [DECAY * count for count in counts]
+            counts[:] = [self._decay * count for count in counts]
         last = len(self._tested) - 1
         for i in range(min(drafted, accepted + 1)):
             position, stands = min(i, last), float(i < accepted)
@@ -71,7 +72,8 @@ class Outcomes:
     @property
     def pooled(self) -> float:
         """Rate of all positions together."""
-        return _shrunk(sum(self._stood), sum(self._tested), self._prior, PRIOR_WEIGHT)
+        prior = PRIOR_RATE if self._towards is None else self._towards.pooled
+        return _shrunk(sum(self._stood), sum(self._tested), prior, PRIOR_WEIGHT)
 
     def rates(self) -> list[float]:
         """Rate of each position among the drafts that stood up to it, drawn to the pooled one where counts are few."""
@@ -80,57 +82,37 @@ class Outcomes:
 
     def calibrated(self, confidence: float) -> float:
         """Rate at which tokens of about this confidence have stood; the confidence itself before there are counts."""
-        i = _bin(confidence)
-        return _shrunk(self._bin_stood[i], self._bin_tested[i], confidence, POSITION_WEIGHT)
+        i, prior = _bin(confidence), confidence if self._towards is None else self._towards.calibrated(confidence)
+        return _shrunk(self._bin_stood[i], self._bin_tested[i], prior, POSITION_WEIGHT)
 
 
-class Timings:
-    """Medians of recent durations in seconds: of drafting a token, of reading what was committed without a draft by the
-    number of tokens, and of verifying by the number of rows.
-    """
+class DraftTimes:
+    """Medians of recent seconds: of drafting a token, and of reading what was committed without the drafter."""
 
     def __init__(self) -> None:
         self._draft: deque[float] = deque(maxlen=WINDOW)
         self._read: dict[int, deque[float]] = {}
-        self._verify: dict[int, deque[float]] = {}
         self._unsplit: tuple[int, int, float] | None = None
 
-    def add_draft(self, drafted: int, seconds: float, behind: int) -> None:
+    def add(self, tokens: int, seconds: float, behind: int) -> None:
         """A draft of so many tokens, which first read the `behind` committed ones that it had not been asked about."""
         if behind and self._draft:
-            self._add_read(drafted, behind, seconds)
+            self._add_read(tokens, behind, seconds)
         elif behind:
-            self._unsplit = drafted, behind, seconds
+            self._unsplit = tokens, behind, seconds
         else:
-            self._draft.append(seconds / drafted)
+            self._draft.append(seconds / tokens)
             if self._unsplit is not None:
                 self._add_read(*self._unsplit)
                 self._unsplit = None
 
-    def _add_read(self, drafted: int, behind: int, seconds: float) -> None:
-        rest = max(0.0, seconds - drafted * self.draft)
+    def _add_read(self, tokens: int, behind: int, seconds: float) -> None:
+        rest = max(0.0, seconds - tokens * self.draft)
         self._read.setdefault(1 << behind.bit_length() - 1, deque(maxlen=WINDOW)).append(rest / behind)
 
-    def not_held_up(self, rows: int, seconds: float) -> float:
-        """A pass's time, at most twice that of its rows one by one: beyond that it was held up, as by sleep."""
-        return min(seconds, HELD_UP * rows * median(self._verify[1])) if rows > 1 and self.plain else seconds
-
-    def add_verify(self, rows: int, seconds: float) -> None:
-        self._verify.setdefault(rows, deque(maxlen=WINDOW)).append(seconds)
-
     @property
-    def knows_draft(self) -> bool:
+    def known(self) -> bool:
         return bool(self._draft)
-
-    @property
-    def plain(self) -> int:
-        """How many recent plain passes there are timings of."""
-        return len(self._verify.get(1, ()))
-
-    @property
-    def timed(self) -> Collection[int]:
-        """Numbers of rows that were verified."""
-        return self._verify
 
     @property
     def draft(self) -> float:
@@ -142,20 +124,42 @@ class Timings:
             return 0.0
         return behind * pass_cost({size: median(rates) for size, rates in self._read.items()}, behind)
 
-    def verify(self, most: int) -> list[float]:
-        """Seconds of a pass over 1 … `most` rows.
+
+class VerifyTimes:
+    """Medians of recent seconds of the target's passes, by number of rows."""
+
+    def __init__(self) -> None:
+        self._by_rows: dict[int, deque[float]] = {}
+
+    def add(self, rows: int, seconds: float) -> None:
+        self._by_rows.setdefault(rows, deque(maxlen=WINDOW)).append(seconds)
+
+    def not_held_up(self, rows: int, seconds: float) -> float:
+        """A pass's time, at most twice that of its rows one by one: beyond that it was held up, as by sleep."""
+        return min(seconds, HELD_UP * rows * median(self._by_rows[1])) if rows > 1 and self.plain else seconds
+
+    def has(self, rows: int) -> bool:
+        return rows in self._by_rows
+
+    @property
+    def plain(self) -> int:
+        """How many recent plain passes there are timings of."""
+        return len(self._by_rows.get(1, ()))
+
+    def seconds(self, most: int) -> list[float]:
+        """Of a pass over 1 … `most` rows.
 
         Medians where there are many timings; a line through all of them, which starts at a row's and rises by
         `PRIOR_SLOPE` before anything is known, where there are few: a length that seemed dear once would not be tried
         again.
         """
-        medians = {rows: median(seconds) for rows, seconds in self._verify.items()}
+        medians = {rows: median(seconds) for rows, seconds in self._by_rows.items()}
         plain = medians.get(1, 0.0)
         slope = self._slope(medians, plain)
         line = [plain + slope * more for more in range(most)]
         apart = {1: 0.0}
         for rows, seconds in medians.items():
-            n = len(self._verify[rows])
+            n = len(self._by_rows[rows])
             apart[rows] = n / (n + LINE_WEIGHT) * (seconds - plain - slope * (rows - 1))
         last = max(apart)
         return [seconds + pass_cost(apart, min(rows, last)) for rows, seconds in enumerate(line, 1)]
@@ -163,7 +167,7 @@ class Timings:
     def _slope(self, medians: Mapping[int, float], plain: float) -> float:
         over, under = PRIOR_SLOPE * plain * SLOPE_WEIGHT, SLOPE_WEIGHT
         for rows, seconds in medians.items():
-            more, n = rows - 1, len(self._verify[rows])
+            more, n = rows - 1, len(self._by_rows[rows])
             over, under = over + n * more * (seconds - plain), under + n * more**2
         return max(0.0, over / under)
 

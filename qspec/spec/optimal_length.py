@@ -2,162 +2,216 @@
 
 from math import ceil, inf
 
-from qspec.numerics.speedup import expected_tokens, optimal_gamma
-from qspec.spec.account import LOOK, Account
-from qspec.spec.history import History, Outcomes, Timings
+from qspec.spec.account import LOOK
+from qspec.spec.history import History, VerifyTimes
+from qspec.spec.source import FIRST_LENGTH, Source
 from qspec.spec.types import More
 
 SHARE = 0.01
 """Of all decoding time, what drafts may lose beyond what they have saved before they are tried again."""
-MARGIN = 0.02
-"""Expected gain below which drafting is not worth its risk."""
 FIRST_PLAIN, PLAIN_EVERY, PLAIN_RARELY = 3, 16, 128
 """Plain steps before the first draft; steps with drafts after which one is timed again, for each that is known."""
-FIRST_LENGTH = 2
-"""Tokens of the first drafts, whose cost nobody knows."""
-RETURN = 2.0
-"""Times what the drafter has to read first, which a request must be expected to save."""
 OUTLIER = 2.0
 """Times the expected seconds of a step, above which the machine was busy with something else."""
+OFTEN, RARELY = 64, 8
+"""First steps with drafts, each of which seconds of passes are told anew behind; then every so many."""
+LATELY = 0.99
+"""Weight that a step keeps in the present speed when the next one comes."""
+RECENT = 0.3
+"""Weight of a request in the mean length of answers."""
 
 
 class Optimal:
-    """Maximises expected tokens per second (arXiv 2211.17192, theorem 3.8, with measured terms), from 0 to `max_k`.
+    """Maximises tokens per second, from no drafts to `max_k` (arXiv 2211.17192, theorem 3.8, with measured terms).
 
-    Tokens: `1 + sum_i prod_{j <= i} a_j`, with a_j the acceptance at position j, decayed counts of the request's domain
-    drawn to a prior. Seconds: `gamma t_draft + t_verify(gamma + 1)`, medians of recent steps, and what the drafter
-    first has to read: the prompt, or what was decoded without it. A request too short to pay that back is decoded
-    plainly, whatever a step would gain. Drafters that state their confidence draft until one more token would cost more
-    tokens, at the best rate, than it can bring.
+    A drafter that states its confidence asks token by token: the next one is drafted if the chance that all of them
+    stand, by what became of tokens of about these confidences, is more than its seconds would bring at the present
+    speed. Of others the length of the largest `E[tokens] / seconds` is drafted. What stood is counted with decay, by
+    domain, drawn to the counts of all domains, those to a prior. Seconds are medians of recent steps: of drafting, of
+    verifying by number of rows, and of what the drafter first has to read, which is the prompt, or what was decoded
+    without it. A request too short to pay that back is decoded plainly, whatever a step would gain.
 
-    Each domain has an `Account` of what its steps with drafts have gained over plain ones, everything that drafting
-    took included; where that turns to a loss drafts stop, whatever the estimates say. At 0 a step is counted and its
-    pass is timed, and the drafter is left alone. A look at drafts again comes after waits that double each time it
-    brings nothing, and only when all that drafts have lost, and could lose now, is within `SHARE` of all decoding time.
-    The first three steps are plain, and drafts are short until their cost is known.
+    Each drafter (of several, `More.begins` tells them apart) has an `Account` by domain of what its steps have gained
+    over plain ones, everything that drafting took included; where that turns to a loss it is left alone, whatever the
+    estimates say. At 0 a step is counted and its pass is timed. A look at it again comes after waits that double each
+    time it brings nothing, and only when all that drafts have lost, and could lose now, is within `SHARE` of all
+    decoding time. The first three steps are plain, and drafts are short until their cost is known.
     """
 
     def __init__(self, k: int = 5, max_k: int = 16, share: float = SHARE) -> None:
         self._k, self._max, self._share = k, max_k, share
-        self._everything = Outcomes(max_k)
-        self._memory = History(lambda: (Outcomes(max_k, self._everything.pooled), Account()))
-        self._times = Timings()
-        self._since_plain, self._plain_after, self._made = 0, 0, 0
+        self._sources: dict[str, Source] = {}
+        self._open: list[Source] = []
+        self._verify_times = VerifyTimes()
+        self._verify = self._verify_times.seconds(max_k + 1)
+        self._answers = History(_Answers)
+        self._since_plain, self._plain_after, self._made, self._planned = 0, 0, 0, 0
         self._seconds, self._lost = 0.0, 0.0
-        self._stated = False
-        self._domain, self._account = self._memory.of("")
-        self.reset()
+        self._lately = 0.0, 0.0  # tokens, seconds
+        self._judge = _Judge(self)
+        self._begin("", 0)
 
     def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
         if self._made:
-            self._account.end_request(self._made, self._pays)
-        self._domain, self._account = self._memory.of(domain)
-        self._asked: list[float] = []
-        self._behind, self._made = prompt, 0
-        self._plan()
-        if self._account.on and not self._pays:
-            self._account.stop()
-        tokens = [n for n in (ahead, self._account.answer) if n is not None]
-        saving = self._saving * self._account.spoken * min(tokens, default=inf)
-        self._too_short = RETURN * self._times.read(prompt) > saving
+            self._answers.of(self._domain).add(self._made)
+            for source in self._sources.values():
+                source.account.end_request(source.pays)
+        self._begin(domain, prompt)
+        lengths = [n for n in (ahead, self._answers.of(domain).mean) if n is not None]
+        for source in self._sources.values():
+            source.begin(domain, prompt)
+            source.plan(self._verify)
+            source.expect(prompt, min(lengths, default=inf))
+
+    def _begin(self, domain: str, prompt: int) -> None:
+        self._domain, self._prompt, self._made = domain, prompt, 0
 
     def next(self) -> int:
-        account = self._account
         if self._since_plain >= self._plain_after:
             return 0
-        if not account.on and not account.look:
-            if account.left > 0 or self._keeps_waiting():
-                return 0
-            account.start_look()
-        if account.look or not self._times.knows_draft:
-            return self._best
-        if self._too_short:
-            return 0
-        return self._max if self._stated else self._best
+        if not self._sources:
+            return min(self._k, FIRST_LENGTH)
+        self._open = [source for source in self._sources.values() if self._may_draft(source)]
+        return max([self._max if source.stated else source.best for source in self._open], default=0)
 
     def judge(self) -> More:
-        self._asked, self._stands = [], 1.0
-        return self._more
+        return self._judge
 
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
-        t_verify = self._times.not_held_up(drafted + 1, t_verify)
-        self._seconds += t_draft + t_verify
-        self._made += accepted + 1
+        t_verify = self._verify_times.not_held_up(drafted + 1, t_verify)
+        tokens, (lately, took) = accepted + 1, self._lately
+        self._seconds, self._made = self._seconds + t_draft + t_verify, self._made + tokens
+        self._lately = LATELY * lately + tokens, LATELY * took + t_draft + t_verify
+        asked = self._asked() if drafted or t_draft else None
+        for source in self._sources.values():
+            if source is not asked:
+                source.behind += tokens
+                source.account.left -= 1
         if drafted == 0:
-            self._plain_step(t_draft, t_verify)
-            return
-        self._since_plain += 1
-        self._stated = bool(self._asked)
-        for outcomes in (self._domain, self._everything):
-            outcomes.add(drafted, accepted, self._asked)
-        expected = self._times.read(self._behind) + self._times.draft * drafted + self._verify[min(drafted, self._max)]
-        if not self._times.knows_draft or drafted + 1 not in self._times.timed:
-            expected = inf
-        invested = max(0.0, t_draft - self._times.draft * drafted) if self._behind else 0.0
-        self._times.add_draft(drafted, t_draft, self._behind)
-        self._times.add_verify(drafted + 1, t_verify)
-        self._behind = 0
-        self._plan()
-        self._book(min(t_draft + t_verify, OUTLIER * expected), accepted + 1, invested)
+            self._plain_pass(t_verify)
+        if asked is not None:
+            self._settle(asked, drafted, accepted, t_draft, t_verify)
 
-    def _plain_step(self, t_draft: float, t_verify: float) -> None:
-        """One without drafts, or where a drafter that was asked had nothing to say."""
-        self._since_plain = 0
-        self._account.left -= 1
-        self._times.add_verify(1, t_verify)
-        if self._plain_after < PLAIN_RARELY:
-            self._plain_timed()
-        if t_draft:
-            self._book(t_draft + self._verify[0], 1, t_draft if self._behind else 0.0, silent=True)
-            self._behind = 0
-        else:
-            self._behind += 1
+    def source(self, name: str) -> Source:
+        """The drafter of that name, which is new if it was not heard of before."""
+        if name not in self._sources:
+            self._sources[name] = Source(self._k, self._max, self._domain, self._prompt + self._made)
+            self._open.append(self._sources[name])
+        return self._sources[name]
 
-    def _plain_timed(self) -> None:
-        """One of the first timings of a plain pass: rarer from then on."""
-        known = self._times.plain
-        if known >= FIRST_PLAIN:
-            self._plain_after = min(PLAIN_EVERY * known, PLAIN_RARELY)
-        if known <= FIRST_PLAIN:
-            self._plan()
+    def is_open(self, source: Source) -> bool:
+        return source in self._open
 
-    def _book(self, seconds: float, tokens: int, invested: float, silent: bool = False) -> None:
-        """Settle a step for which the drafter was asked; gains pay earlier losses back."""
-        plain = self._verify[0]
-        if plain:
-            gain = tokens * plain - seconds
-            self._lost = max(0.0, self._lost - gain)
-            self._account.book(gain / plain, invested / plain, self._pays, silent)
+    def price(self, source: Source, n: int) -> float:
+        """Chance to stand that its n-th draft token is to have: what its seconds would bring at the present speed."""
+        if n > self._max:
+            return inf
+        if not source.times.known or not self._verify[0]:
+            return 0.0
+        tokens, seconds = self._lately
+        rate = max(1 / self._verify[0], tokens / seconds)
+        return rate * (source.times.draft + max(0.0, self._verify[n] - self._verify[n - 1]))
 
-    def _keeps_waiting(self) -> bool:
+    def _asked(self) -> Source | None:
+        """Who was asked in this step: of several the last one, if any; one that told no name is the only one."""
+        return self._judge.source or (None if self._judge.named else self.source(""))
+
+    def _may_draft(self, source: Source) -> bool:
+        account = source.account
+        if account.on:
+            return not (source.too_short and source.times.known)
+        if not account.look:
+            if account.left > 0 or self._keeps_waiting(source):
+                return False
+            account.start_look(LOOK * self._worst(source) / self._verify[0])
+        return True
+
+    def _worst(self, source: Source) -> float:
+        """Seconds that a step loses if nothing of its draft stands."""
+        return source.times.draft * source.best + self._verify[source.best] - self._verify[0]
+
+    def _keeps_waiting(self, source: Source) -> bool:
         """Whether a look could now lose more than may be lost; if so the wait is set to when it cannot."""
-        draft, plain = self._times.draft, self._verify[0]
-        step = draft * self._best + self._verify[self._best] - plain  # with nothing accepted
-        loss = self._lost + self._times.read(self._behind) + LOOK * step
-        self._account.left = ceil((loss - self._share * self._seconds) / (self._share * plain)) if plain else 0
-        return self._account.left > 0
+        loss = self._lost + source.times.read(source.behind) + LOOK * self._worst(source)
+        plain = self._verify[0]
+        source.account.left = ceil((loss - self._share * self._seconds) / (self._share * plain)) if plain else 0
+        return source.account.left > 0
 
-    def _plan(self) -> None:
-        """Best length above 0, whether it pays, what a token gains by it, and the price of each further token."""
-        self._rates = self._domain.rates()
-        self._verify = self._times.verify(self._max + 1)
-        draft, plain = self._times.draft, self._verify[0]
-        if not plain or not self._times.knows_draft:
-            self._best, self._price = min(self._k, FIRST_LENGTH), [0.0] * self._max
-            self._pays, self._saving = True, inf
-            return
-        c, costs = draft / plain, [seconds / plain for seconds in [0.0, *self._verify]]
-        self._best = optimal_gamma(self._rates, c, self._max, costs.__getitem__, least=1)
-        seconds = self._best * draft + self._verify[self._best]
-        rate = expected_tokens(self._rates, self._best) / seconds
-        self._saving = plain - 1 / rate
-        self._pays = rate * plain > 1 + MARGIN
-        steps = zip(self._verify, self._verify[1:], strict=False)
-        self._price = [rate * (draft + max(0.0, after - before)) for before, after in steps]
+    def _plain_pass(self, seconds: float) -> None:
+        """One row was verified: nothing was drafted. The more such timings there are, the rarer they are made."""
+        self._since_plain = 0
+        self._verify_times.add(1, seconds)
+        if self._plain_after < PLAIN_RARELY:
+            known = self._verify_times.plain
+            if known >= FIRST_PLAIN:
+                self._plain_after = min(PLAIN_EVERY * known, PLAIN_RARELY)
+            if known <= FIRST_PLAIN:
+                self._verify = self._verify_times.seconds(self._max + 1)
 
-    def _more(self, confidence: float) -> bool:
-        """Whether the chance that the next token stands is worth its price in tokens."""
-        self._asked.append(confidence)
-        self._stands *= self._domain.calibrated(confidence)
-        n = len(self._asked)
-        return n < self._max and self._stands * self._rates[n] > self._price[n]
+    def _settle(self, source: Source, drafted: int, accepted: int, t_draft: float, t_verify: float) -> None:
+        """Learn from a step that a drafter was asked in, and book what it gained."""
+        confidences = self._judge.confidences
+        silent, plain = drafted == 0, self._verify[0]
+        known = source.times.known and self._verify_times.has(drafted + 1)
+        read, invested = source.times.read(source.behind), source.read_now(drafted, t_draft)
+        expected = read + source.times.draft * max(drafted, len(confidences)) + self._verify[min(drafted, self._max)]
+        seconds = t_draft + (plain if silent else t_verify)
+        source.learn(drafted, accepted, t_draft, confidences)
+        self._judge.clear()
+        if not silent:
+            self._since_plain += 1
+            self._verify_times.add(drafted + 1, t_verify)
+            self._plan(source)
+        if self._verify[0]:
+            seconds = min(seconds, OUTLIER * expected) if known else seconds
+            self._book(source, (accepted + 1) * self._verify[0] - seconds, invested, silent)
+
+    def _plan(self, source: Source) -> None:
+        """Medians move slowly, and lengths that drafters find themselves need no plan within a request."""
+        self._planned += 1
+        if self._planned < OFTEN or self._planned % RARELY == 0:
+            self._verify = self._verify_times.seconds(self._max + 1)
+        if not source.stated:
+            source.plan(self._verify)
+
+    def _book(self, source: Source, gain: float, invested: float, silent: bool) -> None:
+        """Seconds that a step gained; gains pay earlier losses back."""
+        self._lost = max(0.0, self._lost - gain)
+        plain = self._verify[0]
+        source.account.book(gain / plain, invested / plain, source.pays, silent)
+
+
+class _Judge:
+    """Answers what drafters ask in a step."""
+
+    def __init__(self, policy: Optimal) -> None:
+        self._policy = policy
+        self.clear()
+
+    def clear(self) -> None:
+        self.source: Source | None = None
+        self.named, self.confidences, self._stands = False, list[float](), 1.0
+
+    def begins(self, name: str) -> bool:
+        self.named, source = True, self._policy.source(name)
+        if not self._policy.is_open(source):
+            return False
+        self.source, self.confidences, self._stands = source, [], 1.0
+        return True
+
+    def __call__(self, confidence: float) -> bool:
+        if self.source is None:
+            self.source = self._policy.source("")
+        self.confidences.append(confidence)
+        self._stands *= self.source.here.calibrated(confidence)
+        return self._stands > self._policy.price(self.source, len(self.confidences))
+
+
+class _Answers:
+    """Tokens that requests of a kind were answered with."""
+
+    def __init__(self) -> None:
+        self.mean: float | None = None
+
+    def add(self, tokens: int) -> None:
+        self.mean = tokens if self.mean is None else self.mean + RECENT * (tokens - self.mean)

@@ -1,6 +1,5 @@
 """What drafters, verification and the engine say to each other."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 import math
 from typing import Literal, Protocol, runtime_checkable
@@ -94,11 +93,17 @@ class Verdict:
     kind: Literal["bonus", "recovered"]
 
 
-More = Callable[[float], bool]
-"""Told the probability that a draft gives its newest token; says whether to draft another one behind it.
+class More(Protocol):
+    """What a drafter asks before each token of a chain."""
 
-The token itself stays in the proposal: leaving it out for what it is would bias the output law.
-"""
+    def __call__(self, confidence: float) -> bool:
+        """Whether to draft one more token, of which the likeliest has this probability.
+
+        Asked before a token is drawn: leaving one out for what it is would bias the output law.
+        """
+
+    def begins(self, name: str) -> bool:
+        """Whether that one of several drafters may draft: what is asked from here on, it asks."""
 
 
 class Drafter(Protocol):
@@ -117,7 +122,7 @@ class Drafter(Protocol):
     ) -> Proposal:
         """Tokens that may follow `context`: a chain of at most `k`, or a tree at most `k` deep.
 
-        A drafter that knows probabilities asks `more` behind every token (of a chain); others leave it alone.
+        A drafter that knows probabilities asks `more` before every token (of a chain); others leave it alone.
         """
 
     def reset(self) -> None:

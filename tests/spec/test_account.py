@@ -33,9 +33,8 @@ def test_what_a_request_invests_may_be_lost_until_it_ends() -> None:
     assert account.on
     for _ in range(5):
         book(account, 1.0)
-    account.end_request(10, pays=True)
+    account.end_request(pays=True)
     assert not account.on
-    assert account.answer == 10
 
 
 def test_waits_double_until_a_look_gains() -> None:
@@ -44,26 +43,31 @@ def test_waits_double_until_a_look_gains() -> None:
     book(account, -3.0)
     for _ in range(10):
         waits.append(account.left)
-        account.start_look()
+        account.start_look(0.8)
         book(account, -0.5)
         book(account, -0.5)
         assert not account.on
     assert waits[:3] == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT]
     assert waits[-1] == LONGEST_WAIT
-    account.start_look()
+    account.start_look(0.8)
     book(account, 0.5)
     assert account.on
+    assert account.wait == LONGEST_WAIT  # a lucky look is no gain yet
+    book(account, MOST_LOST)
     assert account.wait == FIRST_WAIT
 
 
 def test_silence_decides_nothing() -> None:
-    """Catches a lookup that finds nothing taken for one that fails: a look waits for something to look at."""
+    """Catches a lookup that finds nothing taken for one that fails, and silence that costs and never ends a look."""
     account = Account()
     book(account, -3.0)
-    account.start_look()
+    account.start_look(0.8)
     for pays in (True, False) * 15:
         book(account, -1e-4, pays, silent=True)
     assert account.look
     assert account.spoken < 0.5
     book(account, 1.0)
     assert account.on
+    for _ in range(61):
+        book(account, -0.05, silent=True)
+    assert not account.on

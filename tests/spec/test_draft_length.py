@@ -62,9 +62,9 @@ def draft(policy: Confidence, confidences: list[float], accepted: int) -> int:
     """One step of a drafter with these confidences; how many tokens it drafted."""
     k, more, drafted = policy.next(), policy.judge(), 0
     for confidence in confidences[:k]:
-        drafted += 1
         if not more(confidence):
             break
+        drafted += 1
     policy.update(drafted, min(accepted, drafted))
     return drafted
 

@@ -75,7 +75,7 @@ class MlpDrafter:
             paths = self._paths(hidden_1H, context[-1], k)
             return Proposal.certain(merged_chains(map(self._until_eos, paths)), perf_counter() - start)
         tokens, laws = self._chain(hidden_1H, context[-1], k, sampling, generator, more)
-        return Proposal(torch.tensor(tokens), self._widened(laws), perf_counter() - start)
+        return Proposal(torch.tensor(tokens, dtype=torch.long), self._widened(laws), perf_counter() - start)
 
     def _chain(
         self, hidden_1H: Tensor, token: int, k: int, sampling: Sampling, generator: torch.Generator, more: More | None
@@ -84,14 +84,14 @@ class MlpDrafter:
         tokens, laws = list[int](), list[Tensor]()
 
         def choose(best: int, probability: float, logits_1D: Tensor) -> int | None:
-            place = best
-            if not sampling.greedy:
-                laws.append(sampling.law(logits_1D))
-                place = int(sample(laws[-1], uniforms_K[len(tokens) : len(tokens) + 1]))
-                probability = float(laws[-1][0, place])
+            place, law_1D = best, None if sampling.greedy else sampling.law(logits_1D)
+            if more is not None and not more(probability if law_1D is None else float(law_1D.max())):
+                return None
+            if law_1D is not None:
+                place = int(sample(law_1D, uniforms_K[len(tokens) : len(tokens) + 1]))
+                laws.append(law_1D)
             tokens.append(int(self._ids_D[place]))
-            ends = tokens[-1] in self._eos_ids or (more is not None and not more(probability))
-            return None if ends else place
+            return None if tokens[-1] in self._eos_ids else place
 
         self._heads.chain(hidden_1H, token, k, choose)
         return tokens, laws

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from qspec.nn.lm import LM
 from qspec.numerics.probs import sample
-from qspec.spec.types import More, Proposal, Sampling, draw_uniforms
+from qspec.spec.types import NOTHING, More, Proposal, Sampling, draw_uniforms
 
 
 class ModelDrafter:
@@ -44,15 +44,15 @@ class ModelDrafter:
     ) -> Proposal:
         """At most `k` tokens, as many as the draft's cache has room for, and their laws (None if greedy).
 
-        `more` is told the probability of each token under its law, if greedy under the draft's own at temperature 1.
-        This reads every token on the host.
+        `more` is told the largest probability of each token's law, if greedy of the draft's own at temperature 1. This
+        reads every token on the host.
         """
         start = perf_counter()
         k = min(k, self._lm.max_length - len(context) + 1)  # the last draft token is never fed
         if k < 1:
             return Proposal(torch.empty(0, dtype=torch.long), None, perf_counter() - start)
         tokens_K, probs_KV = self._chain(self._missing(context), k, sampling, generator, more)
-        self._cached = context + tokens_K.tolist()[:-1]
+        self._cached = (context + tokens_K.tolist())[: self._lm.length]
         return Proposal(tokens_K, probs_KV, perf_counter() - start)
 
     def reset(self) -> None:
@@ -76,23 +76,19 @@ class ModelDrafter:
         laws: list[Tensor] = []
         for i in range(k):
             logits_1V = self._lm.forward(feed_T, last=1)[:, : self._tokens]
-            if sampling.greedy:
+            law_1V = None if sampling.greedy else sampling.law(logits_1V)
+            if more is not None and not more(float((logits_1V.softmax(-1) if law_1V is None else law_1V).max())):
+                break
+            if law_1V is None:
                 feed_T = logits_1V.argmax(-1)
             else:
-                laws.append(sampling.law(logits_1V))
-                feed_T = sample(laws[-1], uniforms_K[i : i + 1])
+                laws.append(law_1V)
+                feed_T = sample(law_1V, uniforms_K[i : i + 1])
             tokens.append(feed_T)
             if self._eos_ids and int(feed_T) in self._eos_ids:
                 break
-            if more is not None and not more(_probability(feed_T, logits_1V, laws)):
-                break
-        return torch.cat(tokens), self._widen(torch.cat(laws)) if laws else None
+        return torch.cat(tokens) if tokens else NOTHING.tokens_K, self._widen(torch.cat(laws)) if laws else None
 
     def _widen(self, probs_KV: Tensor) -> Tensor:
         """Probability 0 for ids that are never drafted."""
         return pad(probs_KV, (0, self._vocab_size - probs_KV.shape[-1]))
-
-
-def _probability(token_1: Tensor, logits_1V: Tensor, laws: list[Tensor]) -> float:
-    law_1V = laws[-1] if laws else logits_1V.softmax(-1)
-    return float(law_1V[0, token_1])

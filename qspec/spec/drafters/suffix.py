@@ -144,10 +144,10 @@ class SuffixDrafter:
             if not votes:
                 break
             token, count = self._ranked(votes)[0]
-            drafted.append(token)
-            places = [place for place, voted in votes if voted == token]
             if more is not None and not more(count / (len(votes) + 1)):
                 break
+            drafted.append(token)
+            places = [place for place, voted in votes if voted == token]
         for place in places if drafted else ():
             if place >> _SHIFT in self._earlier:
                 self._earlier.move_to_end(place >> _SHIFT)
