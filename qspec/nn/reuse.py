@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from qspec.nn.lm import LM
+from qspec.nn.lm import LM, ThreadedLM
 
 
 class PrefixReuse:
@@ -15,6 +15,8 @@ class PrefixReuse:
 
     def __init__(self, lm: LM) -> None:
         self._lm, self._held, self._length = lm, list[int](), 0
+        if isinstance(lm, ThreadedLM):
+            self.threads = lm.threads
         lm.truncate(0)
 
     @property

@@ -311,6 +311,7 @@ def test_torch_has_one_thread_beside_a_target_with_its_own() -> None:
     torch.set_num_threads(2)
     try:
         run(ThreadedLM(TABLE), DRAFTERS["fair"](), Fixed(3))
+        run(PrefixReuse(ThreadedLM(TABLE)), None, None)
         generate_batch(ThreadedLM(TABLE), [Prompt([3], 4, torch.Generator())], GREEDY, ())
         assert ThreadedLM.torchs == {1}
         with pytest.raises(MemoryError):
