@@ -33,13 +33,15 @@ class FolderStore:
         """Raises `SourceError` for an address that nothing here can reach, or that carries a password."""
         from fsspec.core import url_to_fs
 
+        fix = "give a folder, hf://org/name, or an address of an installed fsspec backend (s3:// needs qspec[s3])"
+        if not address.strip():
+            raise SourceError(f"address {address!r}", "names no place", fix)
         parts = urlsplit(address)
         if parts.password or (parts.username and parts.scheme in ("http", "https")):
             rule = "carries a password, which logs and shell histories would keep"
-            fix = "put credentials where the service's own tools look for them"
-            raise SourceError(f"{parts.scheme}://…@{parts.hostname}{parts.path}", rule, fix)
-        self.address = address.rstrip("/")
-        fix = "give a folder, hf://org/name, or an address of an installed fsspec backend (s3:// needs qspec[s3])"
+            where = f"{parts.scheme}://…@{parts.hostname}{parts.path}"
+            raise SourceError(where, rule, "put credentials where the service's own tools look for them")
+        self.address = address.rstrip("/") or "/"
         try:
             self._fs: Any
             self._fs, self._root = url_to_fs(self.address, use_listings_cache=False)

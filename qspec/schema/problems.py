@@ -124,6 +124,8 @@ def _fix(problem: Any, holder: type[BaseModel]) -> str:
             given = problem["input"]
             given = str(given.get("kind", "") if isinstance(given, dict) else given)
             return _HINT.get(given) or (closest(given, [v for v in valid if v != given]) or "pick one of them").strip()
+        case "string_pattern_mismatch" if "http" in problem["ctx"]["pattern"]:
+            return "give an address, such as http://localhost:8000/v1"
         case "too_short":
             return f"give at least {_COUNT.get(problem['ctx']['min_length'], 'as many')}, or remove the field"
         case "value_error":

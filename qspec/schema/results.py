@@ -376,9 +376,13 @@ class Results(Record):
         """Results from a `results.json`; raises `IntegrityError` when the file is not one."""
         try:
             return cls.model_validate_json(Path(path).read_bytes())
-        except (OSError, ValidationError) as error:
-            first = str(error).splitlines()[0]
-            raise IntegrityError(str(path), f"is not a results file ({first})", "run the recipe again") from error
+        except OSError as error:
+            fix = "give a run's or a pair's folder, or its results.json"
+            raise IntegrityError(str(path), f"cannot be read ({error.strerror})", fix) from error
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            rule = f"is not a results file ({'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']})"
+            raise IntegrityError(str(path), rule, "give a results.json, or run the recipe again") from error
 
     def dump(self) -> str:
         """JSON text that `read` takes back equal."""

@@ -272,3 +272,12 @@ def test_dump_of_shipped_recipes_is_plain_yaml(tmp_path: Path, path: Path):
 def test_a_list_is_not_blamed_for_its_item(tmp_path: Path):
     """Would catch a second complaint about the list that holds the one wrong item."""
     assert "also wrong" not in refusal(tmp_path, SMALL, "calibration.data=[{name: a, weight: 0}]")
+
+
+def test_an_address_is_not_told_to_be_a_name(tmp_path: Path):
+    """Would catch the fix of another pattern: "use lower-case letters" for `localhost:8000`."""
+    message = refusal(
+        tmp_path, SMALL, "evaluation.api={original: 'localhost:8000', quantized: 'http://localhost:1/v1'}"
+    )
+    assert "evaluation.api.original 'localhost:8000'" in message
+    assert "give an address, such as http://localhost:8000/v1" in message

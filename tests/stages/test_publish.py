@@ -240,9 +240,13 @@ def test_the_hub_gets_one_commit(pair: Path, monkeypatch: pytest.MonkeyPatch) ->
         stage.publish(stage.prepare(pair, "hf://name"), "hf://name", told=print)
 
 
-@pytest.mark.parametrize("address", ["s3://key:secret@host/bucket", "https://secret@host/x", "nosuchthing://x/y"])
+@pytest.mark.parametrize(
+    "address", ["s3://key:secret@host/bucket", "https://secret@host/x", "nosuchthing://x/y", "", " "]
+)
 def test_addresses_that_are_refused(address: str) -> None:
-    """Would catch a password kept in logs, and a traceback for a mistyped scheme."""
+    """Would catch a password kept in logs, a traceback for a mistyped scheme, and an unset variable for an address:
+    a pair would be written into whatever folder one happens to stand in.
+    """
     with pytest.raises(SourceError) as error:
         FolderStore(address)
     assert "secret" not in str(error.value)
