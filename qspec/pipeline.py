@@ -39,6 +39,7 @@ from qspec.stages.build_plan import build_plan, validate_plan
 from qspec.stages.calibrate import random_rows
 from qspec.stages.check import check, check_tokenizers, read_manifest, real_vocab, weight_digests
 from qspec.stages.distill import distill
+from qspec.stages.draft_vocab import limited
 from qspec.stages.drafting import draft_policy, model_drafter
 from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
@@ -161,7 +162,9 @@ def quantize_halves(
     if originals.draft is None:
         return target, None
     assert isinstance(recipe.draft, ModelDraft | SelfDraft)
-    return target, quantized_half(recipe, recipe.draft.quantization, originals.draft, text, work / "draft")
+    draft = quantized_half(recipe, recipe.draft.quantization, originals.draft, text, work / "draft")
+    size = recipe.draft.draft_vocab
+    return target, limited(draft, size, text.rows) if size else draft
 
 
 def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = None) -> Path:

@@ -18,6 +18,7 @@ from qspec.spec.types import Sampling
 from qspec.stages import report_html
 from qspec.stages.bench import load_requests
 from qspec.stages.bench_arm import Request
+from qspec.stages.draft_vocab import limited
 from qspec.stages.open_pair import compute_dtype
 from qspec.stages.planned import require_trained
 from qspec.stages.tune_answer import Answer, answer, pick
@@ -54,7 +55,12 @@ class Study:
     @cached_property
     def halves(self) -> Halves:
         return Halves(
-            self.space, self._originals.target, self._draft_of, self._quantized, compute_dtype(self.recipe.dtype)
+            self.space,
+            self._originals.target,
+            self._draft_of,
+            self._quantized,
+            lambda model, size: limited(model, size, self._text.rows),
+            compute_dtype(self.recipe.dtype),
         )
 
     @cached_property
@@ -104,6 +110,11 @@ class Study:
         return load_originals(self.recipe, self.progress)
 
     @cached_property
+    def _text(self) -> Calibration:
+        recipe = self.recipe
+        return Calibration(recipe.calibration, self._originals.target.tokenizer, recipe.seed, self.progress)
+
+    @cached_property
     def _requests(self) -> tuple[list[Request], list[Request]]:
         """Of every category the first prompts are for acceptance, the others confirm."""
         spec, mine = self.recipe.benchmark, self.spec.per_category
@@ -125,9 +136,8 @@ class Study:
     def _quantized(self, model: LoadedModel, spec: QuantSpec, name: str) -> QuantizedModel:
         recipe, names = self.recipe, [*self.space.targets, *self.halves.with_weights]
         self.progress.say(f"half {names.index(name) + 1} of {len(names)}: {name}")
-        text = Calibration(recipe.calibration, self._originals.target.tokenizer, recipe.seed, self.progress)
-        folder = self.out / "halves" / "".join(c if c.isalnum() else "-" for c in name)
-        return quantized_half(recipe, spec, model, text, folder)
+        folder = self.out / "halves" / "".join(c if c.isalnum() else "-" for c in self.halves.kept_as(name))
+        return quantized_half(recipe, spec, model, self._text, folder)
 
 
 def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome:

@@ -166,15 +166,15 @@ SCHEMES = {"W8A8": {"scheme": "W8A8"}, "W4A16": {"scheme": "W4A16", "group_size"
 
 @pytest.fixture
 def lowering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lowering:
-    """The search for a self draft of three layers, with given times: INT4 layers are faster, and so is an INT8 head."""
+    """The search for a self draft of three layers, with given times: INT4 layers are faster, and so are lower heads."""
     three = tiny_model("llama", tmp_path / "model", num_hidden_layers=3)
     layers = {"floor": 0.0, "patience": 99}
-    tune = {"draft_schemes": SCHEMES, "draft_heads": ["float", "W8A8"], "layers": layers}
+    tune = {"draft_schemes": SCHEMES, "draft_heads": ["float", "W8A8", "W8A8/90"], "layers": layers}
     study = tune_pair.Study(tuned(tmp_path, three, tune=tune), tmp_path / "out")
 
     def given(lms: dict[str, Any], rows: list[int], batches: list[int], *_: Any) -> Any:
         def seconds(name: str) -> float:
-            return 1.0 - 0.3 * ("W4A16" in name) - 0.2 * ("head W8A8" in name)
+            return 1.0 - 0.3 * ("W4A16" in name) - 0.2 * ("head W8A8" in name) - 0.1 * ("/90" in name)
 
         return {n: {str(b): {str(r): [seconds(n) * (1 + r / 9)] * 3 for r in rows} for b in batches} for n in lms}
 
@@ -194,26 +194,36 @@ def test_a_float_head_is_the_finest_beside_a_tied_embedding(tmp_path: Path) -> N
 
 
 def test_layers_are_lowered_as_brute_force_would(lowering: Lowering) -> None:
-    """Losses booked to the wrong layer, or codes taken from another one's form: all states of 3 layers and a head."""
-    every = list(product(range(2), repeat=4))
+    """Losses booked to the wrong layer, or codes taken from another one's form: all states of 3 layers and a head.
+
+    Or a head of fewer ids that is no level of the search.
+    """
+    every = list(product(range(2), range(2), range(2), range(3)))
+    counts = (2, 2, 2, 3)
     said = {levels: lowering._measured(levels) for levels in every}
     found = lowering.search(LayersSpec(floor=0.0, patience=99))
     assert [stop.levels for stop in found.stops] == path(
-        [[0.0, said[0, 0, 0, 0][0] - said[tuple(int(i == u) for i in range(4))][0]] for u in range(4)],
-        [[0.0, -0.1]] * 3 + [[0.0, -0.2]],
+        [
+            [said[0, 0, 0, 0][0] - said[tuple(at * (i == u) for i in range(4))][0] for at in range(counts[u])]
+            for u in range(4)
+        ],
+        [[0.0, -0.1]] * 3 + [[0.0, -0.2, -0.3]],
     )
     assert all((stop.acceptance, stop.value) == said[stop.levels] for stop in found.stops)
     assert found.chosen.value == max(said[stop.levels][1] for stop in found.stops)
-    assert found.chosen.value >= max(said[levels][1] for levels in [(0,) * 4, (1,) * 4])
+    assert found.chosen.value >= max(said[levels][1] for levels in [(0,) * 4, (1, 1, 1, 2)])
+    assert found.stops[-1].levels[-1] == 2
+    assert found.draft.draft_vocab == 90 * (found.chosen.levels[-1] == 2)
     assert found.sizes == tuple(sorted(found.sizes, reverse=True))
 
 
-@pytest.mark.parametrize("levels", [(0, 1, 0, 1), (1, 0, 0, 0), (1, 1, 1, 1)])
+@pytest.mark.parametrize("levels", [(0, 1, 0, 1), (1, 0, 0, 0), (1, 1, 1, 2)])
 def test_a_mix_is_what_its_rules_make(lowering: Lowering, levels: tuple[int, ...]) -> None:
     """A searched draft that the chosen recipe does not reproduce: codes and answers must be those of its rules."""
     halves = lowering._halves
     mixed = lowering.mixed(levels)
     made = halves._quantize(halves.target, lowering.spec(levels), lowering._target)
+    made = halves._limit(made, 90) if levels[-1] == 2 else made
     assert set(mixed.linears) == set(made.linears)
     for name, linear in made.linears.items():
         assert torch.equal(mixed.linears[name].weight.codes, linear.weight.codes)

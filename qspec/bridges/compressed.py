@@ -100,6 +100,7 @@ def _read(folder: Path) -> QuantizedModel:
         sidecar.fusion(body),
         tuple(body.get("notes", ())),
         q_scale,
+        sidecar.head_ids(body, arch.vocab_size),
     )
 
 

@@ -5,6 +5,9 @@ from dataclasses import asdict, replace
 import json
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from qspec.bridges.quant_config import decode_kv, encode_kv, groups
 from qspec.errors import IntegrityError, SourceError
 from qspec.numerics.clipping import Clip
@@ -34,6 +37,8 @@ def encode(model: QuantizedModel) -> str:
     }
     if model.arch.down_hadamard:
         body["down_hadamard"] = True
+    if model.head_ids is not None:
+        body["head_ids"] = model.head_ids.tolist()
     return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -67,6 +72,14 @@ def plan(body: Mapping[str, Any], schemes: Mapping[str, LayerScheme], kv: KVSche
 def fusion(body: Mapping[str, Any]) -> FusionPlan:
     """The fusion plan; empty for a foreign checkpoint."""
     return FusionPlan(tuple(tuple(names) for names in body.get("merged", ())), tuple(body.get("folded_norms", ())))
+
+
+def head_ids(body: Mapping[str, Any], vocab: int) -> Tensor | None:
+    """Ids that the head is run for; None: all. Raises `ValueError` for one outside of the vocabulary."""
+    ids = body.get("head_ids")
+    if ids and ids[-1] >= vocab:
+        raise ValueError(f"head_ids reach {ids[-1]}, the vocabulary has {vocab}")
+    return torch.tensor(ids) if ids else None
 
 
 def _named(scheme: LayerScheme, saved: Mapping[str, Any]) -> LayerScheme:

@@ -80,6 +80,8 @@ def obstacle(model: LoadedModel | QuantizedModel) -> str | None:
     found = _arch_obstacle(model.arch)
     if found is not None or isinstance(model, LoadedModel):
         return found
+    if model.head_ids is not None:
+        return "a head for a part of the vocabulary"
     linears = model.linears
     for group in model.arch.fused_groups():
         found = merge_obstacle([linears.get(name) for name in group])

@@ -21,6 +21,7 @@ from qspec.nn.attention import EXACT_ROWS, Rows, rope_tables, rotate, scores
 from qspec.nn.experts import Experts, Mlp
 from qspec.nn.kv_cache import FloatKVCache, KVCache, QuantizedKVCache
 from qspec.nn.linear import merged_linear
+from qspec.nn.short_head import short_headed, widened
 from qspec.nn.states import States
 from qspec.numerics.rotation import hadamard_transform
 from qspec.numerics.trees import Parents, check_path
@@ -62,8 +63,9 @@ class Decoder:
         new_cache: Callable[[], KVCache],
         dtype: torch.dtype,
         kernels: Kernels = "auto",
+        head_ids: Tensor | None = None,
     ) -> None:
-        self.arch, self._dtype, self._new_cache = arch, dtype, new_cache
+        self.arch, self._dtype, self._new_cache, self._head_ids = arch, dtype, new_cache, head_ids
         self._cache, self._length = new_cache(), 0
         self._tree: Parents = ()  # nodes that wait behind `length`
         self._states = States()
@@ -95,12 +97,13 @@ class Decoder:
         kernels: Kernels = "auto",
     ) -> "Decoder":
         """A quantized model on this machine's kernels, or on their eager twins (`kernels="reference"`)."""
+        model = short_headed(model)
         length, scheme = max_length or model.arch.max_positions, model.plan.kv
         new_cache: Callable[[], KVCache] = partial(FloatKVCache, model.arch, length, dtype)
         if scheme is not None:
             scales = model.k_scale, model.v_scale, model.q_scale
             new_cache = partial(QuantizedKVCache, model.arch, length, dtype, scheme, *scales)
-        return cls(model.arch, model.tensors, model.linears, new_cache, dtype, kernels)
+        return cls(model.arch, model.tensors, model.linears, new_cache, dtype, kernels, model.head_ids)
 
     def _own_head(self, weights: "_Weights", linears: Mapping[str, QLinear]) -> Linear:
         if self.arch.tied and "lm_head" not in linears:
@@ -197,7 +200,8 @@ class Decoder:
         size = HEAD_ROWS if x_TK.shape[0] <= EXACT_ROWS else x_TK.shape[0]
         logits_TV = _joined([self._head(part_TK) for part_TK in x_TK.split(size)]).float()
         cap = self.arch.logit_softcap
-        return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
+        logits_TV = logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
+        return widened(logits_TV, self._head_ids, self.vocab_size)
 
     @torch.inference_mode()
     def run_layers(self, x_TK: Tensor) -> Tensor:

@@ -85,6 +85,20 @@ def taken_rows(linear: QLinear, start: int, stop: int) -> QLinear:
     return replace(linear, weight=part, outliers=outliers)
 
 
+def picked_rows(linear: QLinear, rows_D: Tensor) -> QLinear:
+    """Any rows of a layer, as a layer of its own; its scales must not be those of tiles of rows."""
+    weight, scale, zero = linear.weight, linear.weight.scale, linear.weight.zero_point
+    assert not isinstance(weight.granularity, PerBlock), "tiles of rows share a scale"
+    if not isinstance(weight.granularity, PerTensor):
+        scale, zero = scale[rows_D], zero[rows_D] if zero is not None else None
+    codes = weight.codes.view(torch.uint8)[rows_D].view(weight.codes.dtype)
+    part = QTensor(codes, scale, zero, weight.fmt, weight.granularity)
+    outliers, bias_N = linear.outliers, linear.bias
+    if outliers is not None:
+        outliers = concatenated([outliers.row_range(row, row + 1) for row in rows_D.tolist()])
+    return replace(linear, weight=part, outliers=outliers, bias=bias_N[rows_D] if bias_N is not None else None)
+
+
 def _cat_outliers(members: Sequence[QLinear]) -> SparseMatrix | None:
     if all(m.outliers is None for m in members):
         return None

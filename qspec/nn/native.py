@@ -17,6 +17,7 @@ from torch import Tensor
 from qspec.nn.lm import FORKED
 from qspec.nn.native_interface import LAPS, Layer, Matrix, Part, instruction_sets, library, matrix_of, pointer, pool_of
 from qspec.nn.native_model import Source, arch_obstacle, cache_kind, quantized_obstacle, ropes_of, shape_of
+from qspec.nn.short_head import short_headed, widened
 from qspec.nn.states import States
 from qspec.numerics.trees import Parents, check_path
 from qspec.ops.native_library import NoLibrary
@@ -31,6 +32,7 @@ class NativeDecoder:
     _core: "Core"
     _lib: ctypes.CDLL
     _sequence: c_void_p
+    _head_ids: Tensor | None = None  # whose logits come first in a row, where the head is short
     _tree: Parents  # nodes that wait behind `length`
     _states: States
 
@@ -43,6 +45,8 @@ class NativeDecoder:
         """
         obstacle = self.supports(model)
         assert obstacle is None, obstacle
+        if isinstance(model, QuantizedModel):
+            model, self._head_ids = short_headed(model), model.head_ids
         self._run_on(Core(model, max_length or model.arch.max_positions, isa), model.arch)
 
     @classmethod
@@ -109,14 +113,14 @@ class NativeDecoder:
         rows = len(tokens_T) if last is None else min(last, len(tokens_T))
         logits_TV = torch.empty(rows, self.vocab_size)
         self._append(tokens_T, rows, logits_TV, None)
-        return logits_TV
+        return self._widened(logits_TV)
 
     def greedy(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
         """The likeliest next tokens, picked while the head runs: no logits are written."""
         rows = len(tokens_T) if last is None else min(last, len(tokens_T))
         best_T = torch.empty(rows, dtype=torch.int64)
         self._append(tokens_T, rows, None, best_T)
-        return best_T
+        return self._named(best_T)
 
     def forward_tree(self, tokens_T: Tensor, parents_K: Parents) -> Tensor:
         return self.forward_many([self], [tokens_T], [parents_K])[0]
@@ -134,7 +138,7 @@ class NativeDecoder:
         counts = [len(tokens_T) for tokens_T in tokens]
         logits_TV = torch.empty(sum(counts), sequences[0].vocab_size)
         cls._run(sequences, tokens, parents, logits_TV, None)
-        return list(logits_TV.split(counts))
+        return list(sequences[0]._widened(logits_TV).split(counts))
 
     @classmethod
     def greedy_many(
@@ -143,7 +147,16 @@ class NativeDecoder:
         counts = [len(tokens_T) for tokens_T in tokens]
         best_T = torch.empty(sum(counts), dtype=torch.int64)
         cls._run(sequences, tokens, parents, None, best_T)
-        return list(best_T.split(counts))
+        return list(sequences[0]._named(best_T).split(counts))
+
+    def _widened(self, logits_TV: Tensor) -> Tensor:
+        """The core leaves the end of a row as it is where the head is short."""
+        ids_D = self._head_ids
+        return logits_TV if ids_D is None else widened(logits_TV[:, : len(ids_D)], ids_D, self.vocab_size)
+
+    def _named(self, best_T: Tensor) -> Tensor:
+        """Ids of rows of the head."""
+        return best_T if self._head_ids is None else self._head_ids[best_T]
 
     def _run_on(self, core: "Core", arch: ArchMap) -> None:
         self._core, self.arch, self.isa, self.threads = core, arch, core.isa, core.threads

@@ -51,18 +51,23 @@ class TreeSpec(Strict):
 
 
 class ModelDraft(ModelSpec):
-    """A smaller model with the same tokenizer. `training`: how `qspec train-draft` makes it of the target's layers."""
+    """A smaller model with the same tokenizer. `training`: how `qspec train-draft` makes it of the target's layers.
+
+    `draft_vocab`: ids that it can draft, those that the calibration text holds most often; 0 for all.
+    """
 
     kind: Literal["model"]
+    draft_vocab: int = Field(default=0, ge=0, le=MOST)
     lookup: Lookup = "none"
     tree: TreeSpec | None = None
     training: DistillSpec | None = None
 
 
 class SelfDraft(Strict):
-    """A copy of the target under its own plan; `layers` keeps only the first so many."""
+    """A copy of the target under its own plan; `layers` keeps only the first so many. `draft_vocab`: as of a model."""
 
     kind: Literal["self"]
+    draft_vocab: int = Field(default=0, ge=0, le=MOST)
     layers: int | None = Field(default=None, ge=1)
     lookup: Lookup = "none"
     tree: TreeSpec | None = None

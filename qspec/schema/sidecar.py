@@ -1,8 +1,9 @@
 """Types of `qspec.json`, the file beside a half's `config.json`: what a reader may rely on before it looks closer."""
 
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from qspec.schema.quantization import Strict
 
@@ -19,7 +20,10 @@ class SavedScheme(Strict):
 
 
 class Sidecar(Strict):
-    """`schemes` by config group, to which `default` and `rules` (pattern, group or None) refer."""
+    """`schemes` by config group, to which `default` and `rules` (pattern, group or None) refer.
+
+    head_ids: those that a draft's head is run for, rising; none: all.
+    """
 
     format_version: Literal[1]
     schemes: dict[str, SavedScheme]
@@ -31,3 +35,11 @@ class Sidecar(Strict):
     folded_norms: tuple[str, ...]
     notes: tuple[str, ...]
     down_hadamard: bool = False
+    head_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+
+    @field_validator("head_ids")
+    @classmethod
+    def _rising(cls, ids: tuple[int, ...]) -> tuple[int, ...]:
+        if any(a >= b for a, b in pairwise(ids)):
+            raise ValueError("head_ids do not rise; give each once, in order")
+        return ids

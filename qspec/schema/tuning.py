@@ -1,13 +1,14 @@
 """The `tune` part of a recipe: which pairs are searched, on what text, and how many are run to confirm them."""
 
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from pydantic import Field, model_validator
 
 from qspec.schema.quantization import MOST, KVSpec, QuantSpec, RuleSpec, Scheme, Strict
 
 D = TypeVar("D")
-Head = Literal["float", "W8A8", "W4A16"]
+Head = Annotated[str, Field(pattern=r"^(float|W8A8|W4A16)(/[1-9][0-9]*)?$")]
+"""A draft's head: its scheme, and behind a slash how many ids it is run for (`draft_vocab`)."""
 Length = Annotated[int, Field(ge=1, le=64)]
 
 
@@ -25,10 +26,10 @@ class TuneSpec(Strict, Generic[D]):
     """The space of `qspec tune`: names to settings, every target with every KV format, every draft in every form.
 
     Empty axes get the device's defaults. `draft_schemes`, `draft_heads`, `draft_kv`: forms of drafts with weights
-    (kinds model and self), in place of their own quantization; `layers` mixes those schemes by layer. `lengths`: draft
-    lengths beside plain decoding. `per_category` prompts of `benchmark` give the text that acceptance is measured on,
-    `tokens` each; its next ones confirm. `context`: cached tokens where passes are timed, `repeats` times; `contexts`:
-    those that another device is predicted at, beside it. `confirm`: combinations that are run.
+    (kinds model and self), in place of their own quantization and draft_vocab; `layers` mixes those schemes by layer.
+    `lengths`: draft lengths beside plain decoding. `per_category` prompts of `benchmark` give the text that acceptance
+    is measured on, `tokens` each; its next ones confirm. `context`: cached tokens where passes are timed, `repeats`
+    times; `contexts`: those that another device is predicted at, beside it. `confirm`: combinations that are run.
     `evaluate`: targets of the front that answer the tasks of `evaluation` beside the original.
     """
 
@@ -80,11 +81,17 @@ def _group(scheme: str) -> int | None:
     return 32 if scheme.startswith("W4") else None
 
 
+def head_parts(head: Head) -> tuple[str, int]:
+    """Its scheme, and how many ids it is run for; 0: all."""
+    scheme, _, size = head.partition("/")
+    return scheme, int(size or 0)
+
+
 def with_head(spec: QuantSpec, head: Head) -> QuantSpec:
     """The same scheme with the output head left alone (`float`) or rounded too."""
-    if head == "float" or spec.scheme == "none":
+    scheme, _ = head_parts(head)
+    if scheme == "float" or spec.scheme == "none":
         return spec
-    group = _group(head)
-    rule = RuleSpec(match="lm_head", scheme=head, group_size=group)
+    rule = RuleSpec.model_validate({"match": "lm_head", "scheme": scheme, "group_size": _group(scheme)})
     fields = {"untie_head": True, "ignore": tuple(p for p in spec.ignore if p != "lm_head")}
     return QuantSpec.model_validate(spec.model_dump() | fields | {"rules": (rule, *spec.rules)})

@@ -20,6 +20,7 @@ _STOPS_AT_E5M2 = "stops at type float8_e5m2 where a layer has it (the notes tell
 _NO_W4A8 = "W4A8: vLLM has a kernel for it on Arm CPUs alone, not proven here; qspec's own engine runs it, or use W4A16"
 _NO_INT8_GROUPS = "W8A8 in groups: vLLM refuses the checkpoint at load; qspec's own engine runs it, or omit group_size"
 _HEAD = "; lm_head is quantized too, by a target pattern of its own: vLLM reads that, no run here proves it"
+_WHOLE_HEAD = "; it runs the whole head and drafts any id: draft_vocab is qspec's own engine's"
 _READS_NO_INT8_EXPERTS = "stops at INT8 experts: it unpacks those in INT4 and FP8 only"
 _VLLM_LACKS = {
     "heuristic": "+2/-1 heuristic",
@@ -240,6 +241,8 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
         detail += f"; it drafts with the {who} alone, without lookup: both together run in qspec's own engine only"
     if served and recipe.drafts_trees:
         detail += "; chains, vLLM has no trees here"
+    if served and isinstance(recipe.draft, ModelDraft | SelfDraft) and recipe.draft.draft_vocab:
+        detail += _WHOLE_HEAD
     return Served(runtime="vllm", part="draft", served=served, detail=detail)
 
 
@@ -268,6 +271,7 @@ def _transformers(recipe: Recipe, arch: ArchMap | None) -> tuple[Served, ...]:
             draft = Served(runtime="transformers", part="draft", served=False, detail="has no MLP speculator")
         case _:
             detail = "assistant_model, batch 1, dynamic cache: proves function, not speed"
+            detail += _WHOLE_HEAD if recipe.draft.draft_vocab else ""
             draft = Served(runtime="transformers", part="draft", served=True, detail=detail)
             lacks = _transformers_lacks(recipe.draft.quantization)
             if lacks is not None:

@@ -64,14 +64,19 @@ class Footprint:
         return group.bytes / self.cost.weight_bytes if group and group.layers == ("lm_head",) else 0.0
 
 
-def footprint(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], kv: KVScheme | None, width: int) -> Footprint:
-    """Footprint of a decoder under resolved schemes; what is not quantized takes `width` bytes a value."""
+def footprint(
+    arch: ArchMap, schemes: Mapping[str, LayerScheme | None], kv: KVScheme | None, width: int, head_rows: int = 0
+) -> Footprint:
+    """Footprint of a decoder under resolved schemes; what is not quantized takes `width` bytes a value.
+
+    head_rows: ids that its head is run for, in memory and in a step; 0: all.
+    """
     members: dict[str, list[str]] = {}
     for layer, scheme in schemes.items():
         members.setdefault(scheme_label(scheme), []).append(layer)
-    groups = {label: _group(arch, schemes, layers, width) for label, layers in members.items()}
+    groups = {label: _group(arch, schemes, layers, width, head_rows) for label, layers in members.items()}
     embedding = arch.vocab_size * arch.hidden_size
-    shared_head = arch.tied and schemes["lm_head"] is None
+    shared_head = arch.tied and schemes["lm_head"] is None and not head_rows
     linear_bytes = sum(group.bytes for group in groups.values())
     linear_parameters = sum(group.parameters for group in groups.values())
     experts = _group(arch, schemes, [layer for layer in schemes if ".experts." in layer], width)
@@ -81,7 +86,7 @@ def footprint(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], kv: KVSc
         groups=groups,
         embedding_bytes=0 if shared_head else embedding * width,
         other_bytes=other * width,
-        parameters=linear_parameters + other + (0 if arch.tied else embedding),
+        parameters=linear_parameters + other + (0 if arch.tied and not head_rows else embedding),
         cost=PassCost(
             weight_bytes=linear_bytes + other * width - round((1 - share) * experts.bytes),
             kv_bytes=kv_bytes_per_token(arch, kv, width),
@@ -156,8 +161,12 @@ def weight_bytes(shape: tuple[int, int], scheme: LayerScheme | None, width: int)
     return codes + scales + stored_bytes(shape, scheme.outliers)
 
 
-def _group(arch: ArchMap, schemes: Mapping[str, LayerScheme | None], layers: list[str], width: int) -> Group:
+def _group(
+    arch: ArchMap, schemes: Mapping[str, LayerScheme | None], layers: list[str], width: int, head_rows: int = 0
+) -> Group:
     shapes = {layer: arch.linear_shape(layer) for layer in layers}
+    if head_rows and "lm_head" in shapes:
+        shapes["lm_head"] = head_rows, arch.hidden_size
     return Group(
         tuple(layers),
         sum(n * k for n, k in shapes.values()),

@@ -206,7 +206,8 @@ def _verify(model: QuantizedModel, back: QuantizedModel, name: str) -> None:
         made, read = getattr(model, kind), getattr(back, kind)
         if made.keys() != read.keys() or not all(torch.equal(made[layer], read[layer]) for layer in made):
             raise IntegrityError(f"{name}: {kind}", "reads back different from what was written", "check the disk")
-    if back.plan.kv != model.plan.kv or back.tensors.keys() != model.tensors.keys():
+    ids = [None if half.head_ids is None else half.head_ids.tolist() for half in (model, back)]
+    if ids[0] != ids[1] or back.plan.kv != model.plan.kv or back.tensors.keys() != model.tensors.keys():
         raise IntegrityError(name, "reads back different from what was written", "check the disk")
 
 

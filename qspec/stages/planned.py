@@ -19,6 +19,7 @@ from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Draft, Dtype, MlpDraft, ModelDraft, ModelSpec, Recipe, SelfDraft
 from qspec.stages.allocate import assumed_plan
 from qspec.stages.build_plan import build_plan, needs_statistics, resolve_plan
+from qspec.stages.draft_vocab import require_limit
 from qspec.stages.duration import HalfCost, Step, steps
 from qspec.stages.footprint import Footprint, footprint, kv_window_bytes, mlp_footprint
 from qspec.stages.forecast import CONTEXT, Duo, rates
@@ -104,8 +105,8 @@ class PlannedPair:
 
     @property
     def calibrates(self) -> bool:
-        """Whether any half must see calibration text."""
-        return any(half.reasons for half in self.halves)
+        """Whether any half must see calibration text, or a draft's ids are chosen by it."""
+        return bool(head_rows(self.recipe)) or any(half.reasons for half in self.halves)
 
     @property
     def drafting(self) -> Footprint | None:
@@ -180,20 +181,20 @@ def resolve(recipe: Recipe) -> PlannedPair:
     width: int = getattr(torch, dtype).itemsize
     arch, stored = resolve_model(recipe.target, recipe.dtype)
     target = plan_half(recipe.target.model, arch, recipe.target.quantization, width, stored)
-    draft, head, own_rows = None, None, arch.vocab_size
+    draft, head, own_rows, rows = None, None, arch.vocab_size, head_rows(recipe)
     if isinstance(recipe.draft, ModelDraft) and is_untrained(recipe.draft):
         assert recipe.draft.training is not None
         asked = recipe.draft.training.layers
         require_layers(asked, arch)
         own = arch.keep(range(asked) if isinstance(asked, int) else asked)
-        draft = plan_half(recipe.draft.model, own, recipe.draft.quantization, width, stored)
+        draft = plan_half(recipe.draft.model, own, recipe.draft.quantization, width, stored, rows)
     elif isinstance(recipe.draft, ModelDraft):
         own, own_stored = resolve_model(recipe.draft, recipe.dtype)
         own_rows, padded = own.vocab_size, replace(own, vocab_size=arch.vocab_size)
-        draft = plan_half(recipe.draft.model, padded, recipe.draft.quantization, width, own_stored)
+        draft = plan_half(recipe.draft.model, padded, recipe.draft.quantization, width, own_stored, rows)
     elif isinstance(recipe.draft, SelfDraft):
         own = _truncated(arch, recipe.draft.layers)
-        draft = plan_half(recipe.target.model, own, recipe.draft.quantization, width, stored)
+        draft = plan_half(recipe.target.model, own, recipe.draft.quantization, width, stored, rows)
     elif isinstance(recipe.draft, MlpDraft):
         head = mlp_footprint(recipe.draft, arch, width)
     pair = PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
@@ -215,8 +216,11 @@ def stored_width(dtype: Dtype, config: Mapping[str, Any]) -> int:
     return STORED if only_shape else source_dtype(config).itemsize
 
 
-def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: int) -> PlannedHalf:
-    """One model under one plan. width, stored: bytes of a float as computed with, and as stored."""
+def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: int, head_rows: int = 0) -> PlannedHalf:
+    """One model under one plan. width, stored: bytes of a float as computed with, and as stored.
+
+    head_rows: ids that a draft's head is run for; 0: all.
+    """
     plan, original = build_plan(spec), arch
     arch = prepared_arch(arch, spec)
     if spec.mixed is not None:
@@ -225,8 +229,15 @@ def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: in
     if spec.engine == "llmcompressor":
         oneshot.refuse(arch, spec, plan, [[0]])
     plain = footprint(original, dict.fromkeys(schemes), None, width)
-    found = footprint(arch, schemes, plan.kv, width)
+    if head_rows:
+        require_limit(head_rows, arch.vocab_size, schemes["lm_head"])
+    found = footprint(arch, schemes, plan.kv, width, head_rows)
     return PlannedHalf(model, arch, spec, plan, schemes, found, plain, original, stored)
+
+
+def head_rows(recipe: Recipe) -> int:
+    """Ids that a draft model's head is run for; 0: all, or no such draft."""
+    return recipe.draft.draft_vocab if isinstance(recipe.draft, ModelDraft | SelfDraft) else 0
 
 
 def is_untrained(draft: ModelDraft | MlpDraft) -> bool:

@@ -94,6 +94,9 @@ def pair_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
         )
     if not isinstance(recipe.draft, ModelDraft | SelfDraft):
         return
+    if recipe.draft.draft_vocab and sheet.capability is not None:
+        rule = "a head for a part of the vocabulary runs in qspec's own engine (CPU) alone"
+        yield Finding("refused", f"draft_vocab {recipe.draft.draft_vocab} on {sheet.name}", rule, "omit it")
     target, draft = (half.quantization.kv for half in (recipe.target, recipe.draft))
     formats = [kv.format if kv else recipe.dtype for kv in (target, draft)]
     if formats[0] != formats[1] and sheet.capability is None:

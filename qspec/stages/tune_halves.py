@@ -11,6 +11,7 @@ from qspec.schema.recipe import Draft, MlpDraft, ModelDraft, Recipe, SelfDraft
 from qspec.spec.types import Drafter
 from qspec.stages.bench_arm import Arm
 from qspec.stages.drafting import Drafters, draft_policy
+from qspec.stages.planned import head_rows
 from qspec.stages.tune_space import PLAIN, Space
 
 ORIGINAL = "original"
@@ -20,7 +21,7 @@ class Halves:
     """Decoders of a space by name; all stay in memory, since they take turns.
 
     target: the original. draft_of: the draft model of a recipe, as it came. quantize: a model under a spec, kept under
-    a name.
+    a name. limit: a draft with so many ids.
     """
 
     def __init__(
@@ -29,10 +30,11 @@ class Halves:
         target: LoadedModel,
         draft_of: Callable[[Recipe], LoadedModel],
         quantize: Callable[[LoadedModel, QuantSpec, str], QuantizedModel],
+        limit: Callable[[QuantizedModel, int], QuantizedModel],
         dtype: torch.dtype,
     ) -> None:
         self.space, self.target = space, target
-        self._draft_of, self._quantize, self._dtype = draft_of, quantize, dtype
+        self._draft_of, self._quantize, self._limit, self._dtype = draft_of, quantize, limit, dtype
         self._decoders: dict[str, AnyDecoder] = {}
         self._drafts: dict[str, LoadedModel] = {}
         self._models: dict[str, QuantizedModel] = {}
@@ -64,6 +66,10 @@ class Halves:
         assert isinstance(draft, ModelDraft | SelfDraft)
         return draft.quantization
 
+    def draft_vocab(self, name: str) -> int:
+        """Ids that a half can draft; 0: all, as of targets."""
+        return 0 if name in self.space.targets else head_rows(self.space.drafts[name].recipe)
+
     def decoder(self, name: str) -> AnyDecoder:
         if name not in self._decoders:
             self._decoders[name] = self.opened(self.target if name == ORIGINAL else self.quantized(name))
@@ -75,8 +81,13 @@ class Halves:
 
     def quantized(self, name: str) -> QuantizedModel:
         if name not in self._models:
-            self._models[name] = self._quantize(self.model(name), self.spec(name), name)
+            made, size = self._quantize(self.model(name), self.spec(name), name), self.draft_vocab(name)
+            self._models[name] = self._limit(made, size) if size else made
         return self._models[name]
+
+    def kept_as(self, name: str) -> str:
+        """The name that a half's codes are kept under: one for all forms that differ in their ids alone."""
+        return next((form.whole.label for form in self.space.forms if form.label == name), name)
 
     def model(self, name: str) -> LoadedModel:
         """A half before it is quantized."""

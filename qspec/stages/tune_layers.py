@@ -18,7 +18,7 @@ from qspec.numerics.lowering import Levels, Stop, best, descend, path, single_lo
 from qspec.records import QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Draft, ModelDraft, SelfDraft
-from qspec.schema.tuning import LayersSpec, with_head
+from qspec.schema.tuning import LayersSpec, head_parts, with_head
 from qspec.spec.types import Sampling
 from qspec.stages.build_plan import build_plan
 from qspec.stages.tune_measure import Pieces
@@ -123,7 +123,8 @@ class Lowering:
         sizes = tuple(self._total(stop.levels, self._sizes) for stop in stops)
         seconds = tuple(self._total(stop.levels, self._costs) for stop in stops)
         form = self._halves.space.drafts[self._ladder.layers[0].label].recipe.draft
-        draft = form.model_copy(update={"quantization": self.spec(chosen.levels)})
+        given = {"quantization": self.spec(chosen.levels), "draft_vocab": self._vocab(chosen.levels)}
+        draft = form.model_copy(update=given)
         return Lowered(self._ladder, self._target, tuple(stops), sizes, seconds, chosen, draft)
 
     def spec(self, levels: Levels) -> QuantSpec:
@@ -139,6 +140,9 @@ class Lowering:
         plain = _quantization(space, ladder.layers[0])
         fields: Json = {"rules": rules, "ignore": sorted({*plain.ignore, HEAD}), "untie_head": False}
         return with_head(QuantSpec.model_validate(plain.model_dump() | fields), ladder.heads[levels[-1]].head)
+
+    def _vocab(self, levels: Levels) -> int:
+        return head_parts(self._ladder.heads[levels[-1]].head)[1]
 
     def mixed(self, levels: Levels) -> QuantizedModel:
         """The model of a mix, from the codes of its levels' forms."""
@@ -208,7 +212,7 @@ class Lowering:
         """
         pieces = self._pieces
         facts = [pieces.setting([self._target, *(f.label for f in (*self._ladder.layers, *self._ladder.heads))])]
-        facts += [self.spec(levels).model_dump(mode="json"), pieces.texts, vars(pieces.sampling)]
+        facts += [self.spec(levels).model_dump(mode="json"), pieces.texts, vars(pieces.sampling), self._vocab(levels)]
 
         def make() -> Json:
             lm = self._halves.opened(self.mixed(levels))

@@ -95,8 +95,10 @@ class Pieces:
         """What decides a piece of these halves."""
 
         def told(name: str) -> Any:
-            model = self.halves.model(name)
-            return [self.halves.spec(name).model_dump(mode="json"), dict(model.source), model.arch.n_layers]
+            model, size = self.halves.model(name), self.halves.draft_vocab(name)
+            said = [self.halves.spec(name).model_dump(mode="json"), dict(model.source), model.arch.n_layers]
+            ids = [size, self._recipe.calibration.model_dump(mode="json"), self._recipe.seed]
+            return [*said, ids] if size else said
 
         specs = {name: told(name) for name in names}
         return [self._source, specs, self._machine, self.halves.engine]

@@ -9,7 +9,15 @@ from qspec.errors import RecipeError
 from qspec.schema.problems import validate
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Draft, MlpDraft, ModelDraft, NgramDraft, Recipe, SelfDraft, SuffixDraft
-from qspec.schema.tuning import Head, TuneSpec, default_draft_schemes, default_kv, default_targets, with_head
+from qspec.schema.tuning import (
+    Head,
+    TuneSpec,
+    default_draft_schemes,
+    default_kv,
+    default_targets,
+    head_parts,
+    with_head,
+)
 from qspec.stages.footprint import Footprint
 from qspec.stages.planned import PlannedPair, resolve
 from qspec.stages.preflight import Finding, device_findings, pair_findings
@@ -32,6 +40,11 @@ class Form(NamedTuple):
     @property
     def label(self) -> str:
         return f"{self.kind} {self.scheme}, head {self.head}, kv {self.kv}"
+
+    @property
+    def whole(self) -> "Form":
+        """The form with all ids in its head: the same codes."""
+        return self._replace(head=head_parts(self.head)[0])
 
 
 @dataclass(frozen=True)
@@ -147,7 +160,8 @@ def _drafts(
         for (scheme, quant), head, (kv_name, kv) in product(schemes.items(), spec.draft_heads, spec.draft_kv.items()):
             form = Form(name, scheme, head, kv_name)
             try:
-                yield form, draft.model_copy(update={"quantization": _given(with_head(quant, head), kv=kv)})
+                given = {"quantization": _given(with_head(quant, head), kv=kv), "draft_vocab": head_parts(head)[1]}
+                yield form, draft.model_copy(update=given)
             except ValueError as error:
                 pruned.append((form.label, str(error)))
 
