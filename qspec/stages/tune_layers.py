@@ -212,7 +212,8 @@ class Lowering:
         """
         pieces = self._pieces
         facts = [pieces.setting([self._target, *(f.label for f in (*self._ladder.layers, *self._ladder.heads))])]
-        facts += [self.spec(levels).model_dump(mode="json"), pieces.texts, vars(pieces.sampling), self._vocab(levels)]
+        facts += [self.spec(levels).model_dump(mode="json"), pieces.texts, vars(pieces.sampling)]
+        facts += [size] if (size := self._vocab(levels)) else []
 
         def make() -> Json:
             lm = self._halves.opened(self.mixed(levels))
