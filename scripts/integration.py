@@ -9,13 +9,14 @@ import os
 from pathlib import Path
 import re
 import shutil
+import subprocess
 import sys
 from typing import Any
 from urllib.request import ProxyHandler, Request as Call, build_opener
 
 from bench_cli import digest, write_baseline
 from build_peers import python_of
-from near_tie import Parting, judge
+from near_tie import Parting, judge, rounds_inputs
 import torch
 
 from qspec.bridges import vllm
@@ -39,6 +40,9 @@ RECIPE = Path("recipes/smollm2-135m-self-cpu.yaml")
 TARGETS = {"int8": "W8A8", "float": "none"}
 """Targets of the pairs that are made here, and their schemes."""
 BASELINE = Path("eval/baselines/vllm_cpu.json")
+INT8 = "INT8 products of vLLM and exact ones"
+EXACT = 1e-3
+"""Error of INT8 products, as a share of their size, up to which they are those of exact integers."""
 SMALL = ["--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "8"]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -144,6 +148,13 @@ def compared(
         yield row if at is None else row | next(judged)
 
 
+def int8_products(python: Path) -> Row:
+    """The error of vLLM's INT8 matmul on this CPU, by bits that the codes fill."""
+    script = Path(__file__).with_name("vllm_int8.py")
+    done = subprocess.run([python, script], check=True, capture_output=True, text=True, timeout=600)
+    return {"compared": INT8, "error_by_bits": json.loads(done.stdout.splitlines()[-1])}
+
+
 def acceptance(name: str, drafts: int, accepted: Sequence[int]) -> Row:
     """By position of the steps that reached it, and in all, with 95 % intervals."""
     reached = [drafts, *accepted[:-1]]
@@ -177,6 +188,8 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     mine = [ours(pair, request, args.new, k) for request in requests]
     answers = {"qspec": plain, "vLLM": its_plain.answers, "vLLM with its draft": its.answers}
     yield from compared(pair, requests, answers)
+    if rounds_inputs(pair):
+        yield int8_products(args.python)
     yield acceptance("qspec", *counted(mine, k))
     yield acceptance("vLLM", its.drafts, its.accepted)
 
@@ -187,12 +200,18 @@ def others(pair: str) -> list[Row]:
     return [row for row in kept if row["pair"] != pair]
 
 
+def overflow(rows: Sequence[Row]) -> float:
+    """Error of vLLM's INT8 products; 0 where they are exact, or not used."""
+    found = max((max(r["error_by_bits"].values()) for r in rows if r.get("compared") == INT8), default=0.0)
+    return found if found > EXACT else 0.0
+
+
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """What is not as it should be."""
+    """What is not as it should be. Where vLLM's INT8 products overflow, its texts are held to its own alone."""
     wrong = [
         f"{r['compared']}: {r['category']} parts at token {r['equal_until']} by {r['gap']}"
         for r in rows
-        if r.get("near_tie") is False
+        if r.get("near_tie") is False and not (overflow(rows) and r["compared"] == "qspec and vLLM")
     ]
     (_, a), (_, b) = [(row["engine"], row["ci"]) for row in rows if "engine" in row]
     if a[1] < b[0] or b[1] < a[0]:
@@ -219,6 +238,8 @@ def main() -> int:
     rows = [{"pair": name} | row for row in rows_of(args)]
     write_baseline(BASELINE, environment() | {"vllm": found}, [*others(name), *rows])
     print(*map(json.dumps, rows), sep="\n")
+    if error := overflow(rows):
+        print(f"vLLM's INT8 products are off by {error:.0%} on this CPU: its texts are compared with its own alone")
     wrong = verdict(rows)
     print(*wrong or ["as it should be"], sep="\n")
     return bool(wrong)

@@ -67,8 +67,13 @@ def judge(pair: LoadedPair, partings: Sequence[Parting]) -> list[dict[str, Any]]
     for seed in range(DRAWS if partings else 0):
         lm = open_decoder(nudged(pair.model, seed), max_length=pair.target.max_length, **engine_options(pair.recipe))
         draws.append([look(lm, parting) for parting in partings])
-    magnifies = any(linear.activation is not None for linear in pair.model.linears.values())
+    magnifies = rounds_inputs(pair)
     return [row(at, [draw[i] for draw in draws], magnifies) for i, at in enumerate(own)]
+
+
+def rounds_inputs(pair: LoadedPair) -> bool:
+    """Whether layers of the target round their inputs, which magnifies last bits."""
+    return any(linear.activation is not None for linear in pair.model.linears.values())
 
 
 def row(own: Look, draws: Sequence[Look], magnifies: bool) -> dict[str, Any]:

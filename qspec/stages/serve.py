@@ -6,6 +6,7 @@ from pathlib import Path
 import shlex
 
 from qspec.errors import PairError
+from qspec.numerics.formats import INT8
 from qspec.provenance import environment
 from qspec.records import QuantizedModel
 from qspec.schema.devices import read_device
@@ -59,6 +60,12 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
     if draft and recipe.speculation.draft_length.by_batch and asked(more, "--data-parallel-size", "-dp") > 1:
         unproven.append("draft_length.by_batch is dropped by vLLM where requests are spread by --data-parallel-size")
+    if recipe.device == "cpu" and _sums_in_16_bits(environment()["instruction_sets"]):
+        int8 = " and the ".join(name for name, half in drafting.items() if _int8_inputs(half))
+        if int8:
+            unproven.append(
+                f"INT8 products of the {int8} overflow in vLLM on this CPU, which has no VNNI: it says other text"
+            )
     notes = tuple(f"{part.part}: {part.detail}" for part in parts)
     return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)), notes)
 
@@ -88,6 +95,15 @@ def original_serving(model: Path, recipe: Recipe, context: int, more: Sequence[s
     """How vLLM serves the original, in `model`, on equal terms with the pair's target; `more` comes last."""
     arguments = ["--served-model-name", "original", "--max-model-len", str(context)]
     return Serving(model, (*arguments, *(HALF if recipe.device == "cpu" else ()), *more), ())
+
+
+def _int8_inputs(half: QuantizedModel) -> bool:
+    return any(linear.activation is not None and linear.activation.fmt == INT8 for linear in half.linears.values())
+
+
+def _sums_in_16_bits(instruction_sets: str) -> bool:
+    """Whether oneDNN adds pairs of INT8 products so: random codes of 8 bits come out 18 % off (`scripts/vllm_int8.py`)."""
+    return "avx2" in instruction_sets.split() and not any(name in instruction_sets for name in ("vnni", "amx"))
 
 
 def _wide(instruction_sets: str) -> bool:

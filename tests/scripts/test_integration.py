@@ -16,7 +16,7 @@ from tests.stages.pairs import halves, recipe
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # as for a script
 from near_tie import DRAWS, STEP, Look, Parting, judge, nudged, row  # what `integration` itself imports
 
-from scripts.integration import parting, verdict
+from scripts.integration import INT8, parting, verdict
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,16 @@ def test_a_difference_that_nothing_explains_fails() -> None:
     assert verdict([part | {"near_tie": True}, *rates]) == []
     assert verdict([part | {"near_tie": False}, *rates]) == ["qspec and vLLM: qa parts at token 3 by 4.0"]
     assert len(verdict([rates[0], {"engine": "vLLM", "ci": [0.71, 0.8]}])) == 1
+
+
+def test_overflow_excuses_what_it_explains_and_nothing_else() -> None:
+    """Catches exact products taken for overflow, and a draft that changed vLLM's own text."""
+    rates = [{"engine": "qspec", "ci": [0.5, 0.7]}, {"engine": "vLLM", "ci": [0.6, 0.8]}]
+    part = {"compared": "qspec and vLLM", "category": "qa", "equal_until": 3, "gap": 4.0, "near_tie": False}
+    exact, over = ({"compared": INT8, "error_by_bits": {"7": 0.0, "8": error}} for error in (1e-7, 0.18))
+    assert len(verdict([part, exact, *rates])) == 1
+    assert verdict([part, over, *rates]) == []
+    assert len(verdict([part | {"compared": "vLLM and vLLM with its draft"}, over, *rates])) == 1
 
 
 def _head(model: QuantizedModel) -> torch.Tensor:

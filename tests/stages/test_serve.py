@@ -81,6 +81,13 @@ def test_fp8_kv_needs_a_cpu_that_vllm_has_kernels_for(pair: Path, monkeypatch: p
         serving(pair)
 
 
+@pytest.mark.parametrize(("sets", "warned"), [("avx2 avx512f", True), ("avx2 avx512f avx512_vnni", False)])
+def test_int8_in_vllm_needs_vnni(sets: str, warned: bool, pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a server of other text than the pair's without a word: vLLM's INT8 sums overflow without VNNI."""
+    monkeypatch.setattr(serve, "environment", lambda: {"instruction_sets": sets})
+    assert any("INT8 products of the target overflow" in warning for warning in serving(pair).warnings) == warned
+
+
 def test_a_changed_command_in_the_manifest_is_not_run(pair: Path, tmp_path: Path) -> None:
     """Would catch a pair from elsewhere that starts a server with arguments of its own."""
     import shutil
