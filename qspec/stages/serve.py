@@ -63,9 +63,7 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     if recipe.device == "cpu" and _sums_in_16_bits(environment()["instruction_sets"]):
         int8 = " and the ".join(name for name, half in drafting.items() if _int8_inputs(half))
         if int8:
-            unproven.append(
-                f"INT8 products of the {int8} overflow in vLLM on this CPU, which has no VNNI: it says other text"
-            )
+            unproven.append(f"INT8 products of the {int8} overflow in vLLM on this CPU, which has no VNNI")
     notes = tuple(f"{part.part}: {part.detail}" for part in parts)
     return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)), notes)
 
@@ -102,7 +100,7 @@ def _int8_inputs(half: QuantizedModel) -> bool:
 
 
 def _sums_in_16_bits(instruction_sets: str) -> bool:
-    """Whether oneDNN adds pairs of INT8 products so: random codes of 8 bits come out 18 % off (`scripts/vllm_int8.py`)."""
+    """Whether oneDNN adds pairs of INT8 products so: random codes come out 18 % off (`scripts/vllm_int8.py`)."""
     return "avx2" in instruction_sets.split() and not any(name in instruction_sets for name in ("vnni", "amx"))
 
 
