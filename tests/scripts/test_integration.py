@@ -81,7 +81,7 @@ def test_overflow_excuses_what_it_explains_and_nothing_else() -> None:
     """Catches exact products taken for overflow, and a draft that changed vLLM's own text."""
     rates = [{"engine": "qspec", "ci": [0.5, 0.7]}, {"engine": "vLLM", "ci": [0.6, 0.8]}]
     part = {"compared": "qspec and vLLM", "category": "qa", "equal_until": 3, "gap": 4.0, "near_tie": False}
-    exact, over = ({"compared": INT8, "error_by_bits": {"7": 0.0, "8": error}} for error in (1e-7, 0.18))
+    exact, over = ({"compared": INT8, "layers": 7, "error": error} for error in (1e-7, 0.02))
     assert len(verdict([part, exact, *rates])) == 1
     assert verdict([part, over, *rates]) == []
     assert len(verdict([part | {"compared": "vLLM and vLLM with its draft"}, over, *rates])) == 1
