@@ -6,8 +6,8 @@ MOST_LOST = 2.0
 """Plain steps that drafting may lose, beyond what it has saved, before it stops."""
 MOST_SAVED = 8.0
 """Plain steps of earlier gains that count against losses: more would let a draft that went bad go on for long."""
-FIRST_WAIT, LONGEST_WAIT = 16, 4096
-"""Plain steps until the next look; doubled every time, until drafts have saved more than they may lose."""
+FIRST_WAIT, LONGEST_WAIT = 16, 512
+"""Plain steps until the next look; doubled by every look that brings nothing."""
 LOOK = 2
 """Steps of which nothing stands whose loss ends a look."""
 FRESH = 0.05
@@ -34,16 +34,18 @@ class Account:
         """
         self.saved = min(MOST_SAVED, self.saved + gain)
         self.invested += invested
-        self.spoken += FRESH * ((not silent) - self.spoken)
+        self.speak(not silent)
         if self.look:
             if pays and self.saved + self.invested > 0:
-                self.on, self.look = True, 0.0
+                self.on, self.look, self.wait = True, 0.0, FIRST_WAIT
             elif self.saved + self.invested <= -self.look:
                 self.stop()
         elif not (pays or silent) or self.saved + self.invested < -MOST_LOST:
             self.stop()
-        elif self.saved > MOST_LOST:
-            self.wait = FIRST_WAIT
+
+    def speak(self, something: bool = True) -> None:
+        """It was asked and had something to say; or it was not asked, and is believed to have a little more."""
+        self.spoken += FRESH * (something - self.spoken)
 
     def stop(self) -> None:
         self.on, self.look, self.saved, self.invested = False, 0.0, 0.0, 0.0

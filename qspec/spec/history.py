@@ -19,6 +19,8 @@ BINS = 10
 HELD_UP = 2.0
 WINDOW = 9
 """Timings that a median is taken of."""
+AGE = 32
+"""Plain passes after which a timing of every other number of rows is forgotten."""
 LINE_WEIGHT = 2.0
 """Timings of a number of rows that the line through all of them is worth."""
 PRIOR_SLOPE, SLOPE_WEIGHT = 0.1, 8.0
@@ -130,9 +132,20 @@ class VerifyTimes:
 
     def __init__(self) -> None:
         self._by_rows: dict[int, deque[float]] = {}
+        self._plain = 0
 
     def add(self, rows: int, seconds: float) -> None:
         self._by_rows.setdefault(rows, deque(maxlen=WINDOW)).append(seconds)
+        self._plain += rows == 1
+        if rows == 1 and self._plain % AGE == 0:
+            self._age()
+
+    def _age(self) -> None:
+        """Forget the oldest timing of every number of rows: what was dear on a busy machine is tried again."""
+        for rows in [rows for rows in self._by_rows if rows > 1]:
+            self._by_rows[rows].popleft()
+            if not self._by_rows[rows]:
+                del self._by_rows[rows]
 
     def not_held_up(self, rows: int, seconds: float) -> float:
         """A pass's time, at most twice that of its rows one by one: beyond that it was held up, as by sleep."""

@@ -2,7 +2,7 @@
 
 from math import ceil, inf
 
-from qspec.spec.account import LOOK
+from qspec.spec.account import FIRST_WAIT, LOOK
 from qspec.spec.history import History, VerifyTimes
 from qspec.spec.source import FIRST_LENGTH, Source
 from qspec.spec.types import More
@@ -57,11 +57,12 @@ class Optimal:
             for source in self._sources.values():
                 source.account.end_request(source.pays)
         self._begin(domain, prompt)
+        self._time_passes()
         lengths = [n for n in (ahead, self._answers.of(domain).mean) if n is not None]
         for source in self._sources.values():
             source.begin(domain, prompt)
             source.plan(self._verify)
-            source.expect(prompt, min(lengths, default=inf))
+            source.expect(prompt, min(lengths, default=inf), self._verify[0])
 
     def _begin(self, domain: str, prompt: int) -> None:
         self._domain, self._prompt, self._made = domain, prompt, 0
@@ -123,6 +124,7 @@ class Optimal:
         if not account.look:
             if account.left > 0 or self._keeps_waiting(source):
                 return False
+            self._time_passes()
             account.start_look(LOOK * self._worst(source) / self._verify[0])
         return True
 
@@ -131,11 +133,12 @@ class Optimal:
         return source.times.draft * source.best + self._verify[source.best] - self._verify[0]
 
     def _keeps_waiting(self, source: Source) -> bool:
-        """Whether a look could now lose more than may be lost; if so the wait is set to when it cannot."""
+        """Whether a look could now lose more than may be lost: asked again before long, since costs change."""
         loss = self._lost + source.times.read(source.behind) + LOOK * self._worst(source)
         plain = self._verify[0]
-        source.account.left = ceil((loss - self._share * self._seconds) / (self._share * plain)) if plain else 0
-        return source.account.left > 0
+        left = ceil((loss - self._share * self._seconds) / (self._share * plain)) if plain else 0
+        source.account.left = min(left, FIRST_WAIT)
+        return left > 0
 
     def _plain_pass(self, seconds: float) -> None:
         """One row was verified: nothing was drafted. The more such timings there are, the rarer they are made."""
@@ -146,7 +149,7 @@ class Optimal:
             if known >= FIRST_PLAIN:
                 self._plain_after = min(PLAIN_EVERY * known, PLAIN_RARELY)
             if known <= FIRST_PLAIN:
-                self._verify = self._verify_times.seconds(self._max + 1)
+                self._time_passes()
 
     def _settle(self, source: Source, drafted: int, accepted: int, t_draft: float, t_verify: float) -> None:
         """Learn from a step that a drafter was asked in, and book what it gained."""
@@ -170,9 +173,12 @@ class Optimal:
         """Medians move slowly, and lengths that drafters find themselves need no plan within a request."""
         self._planned += 1
         if self._planned < OFTEN or self._planned % RARELY == 0:
-            self._verify = self._verify_times.seconds(self._max + 1)
+            self._time_passes()
         if not source.stated:
             source.plan(self._verify)
+
+    def _time_passes(self) -> None:
+        self._verify = self._verify_times.seconds(self._max + 1)
 
     def _book(self, source: Source, gain: float, invested: float, silent: bool) -> None:
         """Seconds that a step gained; gains pay earlier losses back."""

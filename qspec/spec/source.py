@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import inf
 
 from qspec.numerics.speedup import expected_tokens, optimal_gamma
-from qspec.spec.account import Account
+from qspec.spec.account import MOST_LOST, Account
 from qspec.spec.history import DraftTimes, History, Outcomes
 
 FIRST_LENGTH = 2
@@ -34,11 +34,17 @@ class Source:
         self.here, self.account = self._memory.of(domain)
         self.behind = prompt  # committed tokens that it was not asked about
 
-    def expect(self, prompt: int, tokens: float) -> None:
-        """So many tokens are still to come: do not begin with drafts that lose, or that save less than they read."""
+    def expect(self, prompt: int, tokens: float, plain: float) -> None:
+        """So many tokens are to come: do not begin with drafts that lose, or that save less than reading takes.
+
+        plain: seconds of a plain step; up to `MOST_LOST` of them the account decides.
+        """
         if self.account.on and not self.pays:
             self.account.stop()
-        self.too_short = RETURN * self.times.read(prompt) > self._saving * self.account.spoken * tokens
+        read, saving = self.times.read(prompt), self._saving * self.account.spoken * tokens
+        self.too_short = read > MOST_LOST * plain and RETURN * read > saving
+        if self.too_short:
+            self.account.speak()
 
     def read_now(self, drafted: int, seconds: float) -> float:
         """Seconds of a proposal that went into what it had not been asked about."""

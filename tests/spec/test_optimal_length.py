@@ -173,6 +173,19 @@ def test_a_machine_that_slept_does_not_end_speculation() -> None:
     assert world.lengths[-500:].count(0) < 50  # what seemed lost, 3 passes, is waited for: that takes about 1,000
 
 
+def test_a_busy_phase_is_forgotten() -> None:
+    """Catches rows that were dear once and are never tried again, and silence that closes later requests to drafts."""
+    world, policy = World(0.02, 0.05, 0.6, states=True, read=0.001), Optimal(4, 8)
+    for slope, requests in ((0.05, 6), (1.5, 20), (0.05, 20)):
+        world.slope = slope
+        for _ in range(requests):
+            world.request(policy, 20, 64)
+    seconds, tokens = world.seconds, world.tokens
+    for _ in range(5):
+        world.request(policy, 20, 64)
+    assert (world.tokens - tokens) / (world.seconds - seconds) > 1.5
+
+
 def test_speculation_comes_back_when_it_pays_again() -> None:
     """Catches a policy that stays at 0 for good: a look that gains must go on."""
     world, policy = World(0.1, 0.02, 0.0), Optimal(5, 16)
