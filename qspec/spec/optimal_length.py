@@ -92,6 +92,7 @@ class Optimal:
             self._plain_pass(t_verify)
         if asked is not None:
             self._settle(asked, drafted, accepted, t_draft, t_verify)
+        self._judge.clear()
 
     def source(self, name: str) -> Source:
         """The drafter of that name, which is new if it was not heard of before."""
@@ -153,14 +154,12 @@ class Optimal:
 
     def _settle(self, source: Source, drafted: int, accepted: int, t_draft: float, t_verify: float) -> None:
         """Learn from a step that a drafter was asked in, and book what it gained."""
-        confidences = self._judge.confidences
-        silent, plain = drafted == 0, self._verify[0]
+        confidences, silent = self._judge.confidences, drafted == 0
         known = source.times.known and self._verify_times.has(drafted + 1)
-        read, invested = source.times.read(source.behind), source.read_now(drafted, t_draft)
-        expected = read + source.times.draft * max(drafted, len(confidences)) + self._verify[min(drafted, self._max)]
-        seconds = t_draft + (plain if silent else t_verify)
+        seconds = t_draft + (self._verify[0] if silent else t_verify)
+        expected, invested = source.expected(drafted, t_draft, confidences)
+        expected += self._verify[min(drafted, self._max)]
         source.learn(drafted, accepted, t_draft, confidences)
-        self._judge.clear()
         if not silent:
             self._since_plain += 1
             self._verify_times.add(drafted + 1, t_verify)

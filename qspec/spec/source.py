@@ -46,9 +46,10 @@ class Source:
         if self.too_short:
             self.account.speak()
 
-    def read_now(self, drafted: int, seconds: float) -> float:
-        """Seconds of a proposal that went into what it had not been asked about."""
-        return max(0.0, seconds - self.times.draft * drafted) if self.behind else 0.0
+    def expected(self, drafted: int, seconds: float, confidences: Sequence[float]) -> tuple[float, float]:
+        """Seconds that such a proposal usually takes, and of this one those that reading took."""
+        drafting = self.times.draft * max(drafted, len(confidences))
+        return self.times.read(self.behind) + drafting, max(0.0, seconds - drafting) if self.behind else 0.0
 
     def learn(self, drafted: int, accepted: int, seconds: float, confidences: Sequence[float]) -> None:
         """What became of a proposal, and what it took."""
