@@ -153,7 +153,8 @@ def int8_products(python: Path, pair: Path) -> Row:
     script = Path(__file__).with_name("vllm_int8.py")
     command = [python, script, pair / "target"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
-    return {"compared": INT8} | json.loads(done.stdout.splitlines()[-1])
+    found: Row = json.loads(done.stdout.splitlines()[-1])
+    return {"compared": INT8} | found
 
 
 def acceptance(name: str, drafts: int, accepted: Sequence[int]) -> Row:

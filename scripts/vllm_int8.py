@@ -18,7 +18,7 @@ ROWS = 16
 
 
 def errors(w_NK: Tensor, kernels: Any) -> tuple[float, float]:
-    """Of sums with normal inputs, rounded per row: root mean square error relative to them, and the share of wrong ones."""
+    """Of sums with normal inputs, rounded per row: relative root mean square error, and the share of wrong ones."""
     generator = torch.Generator().manual_seed(0)
     x_TK = torch.randn(ROWS, w_NK.shape[1], generator=generator)
     x_TK = (127 * x_TK / x_TK.abs().amax(1, keepdim=True)).round().to(torch.int8)
@@ -32,7 +32,7 @@ def errors(w_NK: Tensor, kernels: Any) -> tuple[float, float]:
 
 
 def main() -> None:
-    from vllm import _custom_ops  # type: ignore[import-not-found]
+    from vllm import _custom_ops
 
     found = list[tuple[float, float]]()
     for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
