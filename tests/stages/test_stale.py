@@ -17,7 +17,7 @@ from tests.stages.pairs import KV, halves, recipe
 
 @pytest.fixture(autouse=True)
 def wide_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "environment", lambda: {"instruction_sets": "avx2 avx512f"})
+    monkeypatch.setattr(serve, "environment", lambda: {"instruction_sets": "avx2 avx512f avx512_vnni"})
 
 
 @pytest.fixture(scope="module")
