@@ -97,10 +97,8 @@ def load(model: LoadedModel | QuantizedModel, device: torch.device, dtype: torch
     if found is not None:
         raise RecipeError(f"model {model.arch.model_type} on CUDA", found, "use nn.decoder, which runs it on the CPU")
     source = _Source(model, device, dtype)
-    arch, layers = (
-        model.arch,
-        tuple(layer_of(model.arch, name, source.gain, source.matrix) for name in model.arch.layers),
-    )
+    arch = model.arch
+    layers = tuple(layer_of(arch, name, source.gain, source.matrix) for name in arch.layers)
     embed_VH = model.tensors[EMBEDDING].to(device, dtype)
     tied = arch.tied and "lm_head" not in source.linears
     head = Matrix(unquantized(embed_VH)) if tied else source.matrix("lm_head")

@@ -107,7 +107,7 @@ class ThreadedLM(LM, Protocol):
 def torch_beside(lm: LM) -> Iterator[None]:
     """Torch on one thread while a model computes on its own: torch's would wait at full speed, on the same cores.
 
-    Two cores, INT8 target, sampling: 36 tokens/s with torch's threads, 75 without.
+    Two cores, INT8 target, sampling: 36 tokens/s with torch's threads, 72 without.
     """
     threads = torch.get_num_threads()
     if isinstance(lm, ThreadedLM):

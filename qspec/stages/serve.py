@@ -49,7 +49,8 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
         if not part.served:
             fix = "serve it without its draft: --no-draft" if part.part == "draft" else "make a pair that it serves"
             raise PairError(f"{part.part} of {pair}", f"vLLM cannot serve it: {part.detail}", fix)
-    if recipe.device == "cpu" and kv_flag(target.plan.kv) == "fp8" and not _wide(environment()["instruction_sets"]):
+    sets = environment()["instruction_sets"] if recipe.device == "cpu" else None
+    if sets is not None and kv_flag(target.plan.kv) == "fp8" and not _wide(sets):
         rule = "vLLM stores it on x86 with AVX-512 or AMX only, and this CPU has neither"
         raise PairError(f"FP8 KV of {pair}", rule, "serve it elsewhere, or make the pair with kv: null in both halves")
     drafting = halves if draft else {"target": target}
@@ -60,7 +61,7 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
     if draft and recipe.speculation.draft_length.by_batch and asked(more, "--data-parallel-size", "-dp") > 1:
         unproven.append("draft_length.by_batch is dropped by vLLM where requests are spread by --data-parallel-size")
-    if recipe.device == "cpu" and _sums_in_16_bits(environment()["instruction_sets"]):
+    if sets is not None and _sums_in_16_bits(sets):
         int8 = " and the ".join(name for name, half in drafting.items() if _int8_inputs(half))
         if int8:
             unproven.append(f"INT8 products of the {int8} overflow in vLLM on this CPU, which has no VNNI")
