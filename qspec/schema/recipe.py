@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from qspec.errors import RecipeError
 from qspec.schema.overrides import set_value
-from qspec.schema.problems import closest, validate
+from qspec.schema.problems import closest, short, validate
 from qspec.schema.quantization import MOST, QuantSpec, Strict
 from qspec.schema.text import dump_yaml, parse_yaml, read_text
 from qspec.schema.training import DistillSpec, TrainingSpec
@@ -278,7 +278,7 @@ class TaskSpec(Strict):
             if subject.replace(" ", "_") not in MMLU_PRO_SUBJECTS:
                 near = closest(subject, list(MMLU_PRO_SUBJECTS))
                 raise ValueError(
-                    f"subject {subject!r} is none of MMLU-Pro; {near}valid: {', '.join(MMLU_PRO_SUBJECTS)}"
+                    f"subject {short(subject)} is none of MMLU-Pro; {near}valid: {', '.join(MMLU_PRO_SUBJECTS)}"
                 )
         return self
 
