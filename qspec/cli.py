@@ -40,6 +40,7 @@ Examples:
   qspec inspect org/model --calibrate gutenberg    # outliers, and what each scheme would cost, before a recipe
   qspec sensitivity org/model --bits 5 --bits 6    # error of each scheme by layer, and mixed plans for budgets
   qspec inspect runs/smollm2-135m-int8-cpu/pair    # formats and scales of every layer, after it
+  qspec bench runs/smollm2-135m-int8-cpu/pair --out again    # its speed and acceptance, measured anew
   qspec profile runs/smollm2-135m-int8-cpu/pair    # where the time of a token goes
   qspec report runs/*/pair --out compared          # one page on several pairs: accuracy against speed
   qspec report runs/new/pair --against runs/old/pair --fail-if 'recovery<0.99'    # exit status 3 if missed
@@ -324,6 +325,27 @@ def evaluate(
     results = evaluate_pair(pair, out, (*told, *(overrides or ())), backend, python, more=context.args)
     for task in results.accuracy.tasks:
         print(f"{task.task} ({task.backend}): {task.verdict}")
+    print(f"{out}/report.html: written")
+
+
+@app.command()
+def bench(
+    pair: PairFolder,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make, for results and report.")],
+    no_original: Annotated[
+        bool, typer.Option("--no-original", help="Without the unquantized model: it is neither read nor run.")
+    ] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Measure the speed of a finished pair anew, on this machine: acceptance, and the proof of equal output, too.
+
+    Prompts, lengths and batches are those of the pair's recipe, or --set benchmark.per_category=4; draft lengths can be
+    tried as well: --set speculation.draft_length.k=3. The pair stays as it is; qspec report reads the new results.
+    """
+    from qspec.bench_pair import bench_pair
+    from qspec.stages.headline import lead
+
+    print(lead(bench_pair(pair, out, tuple(overrides or ()), original=not no_original)))
     print(f"{out}/report.html: written")
 
 

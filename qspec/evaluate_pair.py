@@ -7,8 +7,7 @@ import shutil
 import sys
 
 from qspec.bridges import compressed
-from qspec.errors import OutputError, RecipeError
-from qspec.pipeline import Arms, load_originals, make_parents, measure_accuracy
+from qspec.pipeline import Arms, Originals, make_parents, measure_accuracy
 from qspec.progress import Progress
 from qspec.provenance import environment, staged_dir
 from qspec.records import QuantizedModel
@@ -17,9 +16,8 @@ from qspec.schema.results import Accuracy, Results, TaskResult
 from qspec.stages.check import check, read_manifest, weight_digests
 from qspec.stages.evaluate import SERVED
 from qspec.stages.evaluate_served import Servers, evaluate_served, running, started
-from qspec.stages.load import load
+from qspec.stages.finished import asked, load_original, require_new
 from qspec.stages.open_pair import compute_dtype, open_pair
-from qspec.stages.planned import resolve
 from qspec.stages.rehearse import rehearse
 from qspec.stages.report import report
 from qspec.stages.serve import original_serving, serving
@@ -65,9 +63,8 @@ def evaluate_pair(
     """
     pair, out, progress = Path(pair), Path(out), progress or Progress()
     made = Recipe.model_validate(read_manifest(pair).recipe)
-    recipe = _asked(made, overrides, backend)
-    if out.exists():
-        raise OutputError(str(out), "exists already", "choose another --out")
+    recipe = _by(asked(made, overrides, "evaluation"), backend)
+    require_new(out)
     make_parents(out)
     check(pair)
     with staged_dir(out) as part:
@@ -86,11 +83,8 @@ def evaluate_pair(
     return results
 
 
-def _asked(made: Recipe, overrides: tuple[str, ...], backend: Backend | None) -> Recipe:
-    recipe = Recipe.of(made.as_dict(), overrides, made.name)
-    if recipe != made.model_copy(update={"evaluation": recipe.evaluation}):
-        rule = "changes more than the evaluation"
-        raise RecipeError(", ".join(overrides), rule, "make another pair with qspec run --set")
+def _by(recipe: Recipe, backend: Backend | None) -> Recipe:
+    """With all tasks answered by one backend."""
     if backend is None:
         return recipe
     tasks = tuple(task.model_copy(update={"backends": (backend,)}) for task in recipe.evaluation.tasks)
@@ -109,7 +103,8 @@ def _by_vllm(job: Job) -> list[TaskResult]:
         return []
     recipe, arch, original = job.recipe, job.target.arch, job.work / "original"
     context = min(recipe.speculation.max_length or arch.max_positions, arch.max_positions)
-    compressed.write_float(load(recipe.target), original, compute_dtype(recipe.dtype))
+    model = load_original(read_manifest(job.pair), recipe)
+    compressed.write_float(model, original, compute_dtype(recipe.dtype))
     jobs = {
         "original": original_serving(original, recipe, context, job.more),
         "quantized": serving(job.pair, draft=False, more=["--max-model-len", str(context), *job.more]),
@@ -131,6 +126,8 @@ def _own(job: Job) -> Accuracy:
     if not (spec.fidelity or spec.needle or tasks):
         return Accuracy()
     recipe = job.recipe.model_copy(update={"evaluation": spec.model_copy(update={"tasks": tasks})})
-    originals = load_originals(recipe, job.progress)
-    rehearse(recipe, originals.target, calibrates=False)
-    return measure_accuracy(Arms(recipe, resolve(recipe), originals, open_pair(job.pair)), job.work, job.progress)
+    job.progress.stage("load")
+    target = load_original(read_manifest(job.pair), recipe)
+    rehearse(recipe, target, calibrates=False)
+    arms = Arms(recipe, Originals(target, None), open_pair(job.pair))
+    return measure_accuracy(arms, job.work, job.progress)

@@ -25,13 +25,10 @@ from qspec.schema.recipe import (
     MlpDraft,
     ModelDraft,
     ModelSpec,
-    NgramDraft,
     Recipe,
     SelfDraft,
 )
 from qspec.schema.results import Accuracy, Record, Results, Speed
-from qspec.spec.drafters.ngram import NgramDrafter
-from qspec.spec.types import Drafter
 from qspec.stages.allocate import allocate_plan
 from qspec.stages.bench import bench
 from qspec.stages.bench_arm import Arm
@@ -40,7 +37,6 @@ from qspec.stages.calibrate import random_rows
 from qspec.stages.check import check, check_tokenizers, read_manifest, real_vocab, weight_digests
 from qspec.stages.distill import distill
 from qspec.stages.draft_vocab import limited
-from qspec.stages.drafting import draft_policy, model_drafter
 from qspec.stages.evaluate import evaluate
 from qspec.stages.fuse import fuse
 from qspec.stages.kv_choice import choose_kv
@@ -48,6 +44,7 @@ from qspec.stages.load import load, resolve_arch
 from qspec.stages.open_pair import LoadedPair, compute_dtype, engine_options, open_pair
 from qspec.stages.package import package, seal, source_dtype, stored_dtype
 from qspec.stages.pad import match_rows
+from qspec.stages.pair_arms import original_arms, own_arms
 from qspec.stages.planned import PlannedPair, plan_half, require_trained, resolve_model
 from qspec.stages.prepare import prepare
 from qspec.stages.preview import admit
@@ -93,12 +90,12 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
         if not _is_complete(recipe, out, resume):  # another run may have taken it while models were loaded
             atomic_write(out / "recipe.yaml", recipe.dump())
             setup_log(out / "run.log")
-            _make(recipe, planned, originals, out, progress)
+            _make(recipe, originals, out, progress)
     progress.close()
     return out / "pair"
 
 
-def _make(recipe: Recipe, planned: PlannedPair, originals: Originals, out: Path, progress: Progress) -> None:
+def _make(recipe: Recipe, originals: Originals, out: Path, progress: Progress) -> None:
     """Everything from the models to the report, in a folder that is this run's alone."""
     pair = out / "pair"
     if pair.exists():
@@ -107,7 +104,7 @@ def _make(recipe: Recipe, planned: PlannedPair, originals: Originals, out: Path,
         target, draft = quantize_halves(recipe, originals, out / "work", progress)
         progress.stage("package and verify")
         package(target, draft, recipe, out, originals.head)
-    arms = Arms(recipe, planned, originals, open_pair(pair))
+    arms = Arms(recipe, originals, open_pair(pair))
     accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: measure_accuracy(arms, out, progress))
     speed = None
     if recipe.device == "cpu" or isinstance(arms.pair.target, CudaDecoder):
@@ -286,7 +283,6 @@ class Arms:
     """What is compared: the models as they came, and the pair as it was packaged."""
 
     recipe: Recipe
-    planned: PlannedPair
     originals: Originals
     pair: LoadedPair
 
@@ -332,31 +328,16 @@ def measure_accuracy(arms: Arms, out: Path, progress: Progress) -> Accuracy:
 def _bench(arms: Arms, progress: Progress) -> Speed:
     """{original, quantized} x {plain, speculative}, and prompt lookup, which every draft with weights must beat."""
     progress.stage("benchmark")
-    recipe, planned, pair, arch = arms.recipe, arms.planned, arms.pair, arms.originals.target.arch
-    draft_bytes = planned.drafting.cost.weight_bytes if planned.drafting else 0
-    drafters: dict[str, tuple[Drafter, float]] = {
-        "original": (pair.new_drafter(), draft_bytes),
-        "quantized": (pair.drafter, draft_bytes),
-    }
-    if isinstance(recipe.draft, ModelDraft) and arms.originals.draft is not None and planned.draft is not None:
-        float_draft = arms.float_decoder(arms.originals.draft)
-        tokens = real_vocab(arms.originals.target.tokenizer)
-        float_drafter = model_drafter(float_draft, recipe.draft, arch, tokens)
-        drafters["original"] = (float_drafter, planned.draft.plain.cost.weight_bytes)
-    targets = {"original": (arms.original, planned.target.plain), "quantized": (pair.target, planned.target.bytes)}
-    runs: dict[str, Arm] = {}
-    for name, (target, size) in targets.items():
-        plain = Arm(target, weight_bytes=int(size.cost.weight_bytes), kv_bytes_per_token=size.cost.kv_bytes)
-        drafter, weight = drafters[name]
-        c_hat = planned.drafting.cost.ops / size.cost.ops if planned.drafting else 0.0
-        policy, new_drafter = draft_policy(recipe.speculation.draft_length), pair.new_drafter
-        drafted = replace(plain, drafter=drafter, policy=policy, draft_bytes=int(weight), c_hat=c_hat)
-        runs[name] = plain
-        runs[f"{name} + draft"] = replace(drafted, new_drafter=new_drafter if name == "quantized" else None)
-    if not isinstance(recipe.draft, NgramDraft):
-        policy = draft_policy(recipe.speculation.draft_length)
-        runs["quantized + prompt lookup"] = replace(runs["quantized"], drafter=NgramDrafter(), policy=policy, c_hat=0.0)
-    return bench(runs, arms.originals.target.tokenizer, recipe, progress, eos_ids=arch.eos_ids, prove="quantized")
+    runs, model = {**original_runs(arms), **own_arms(arms.pair)}, arms.pair.model
+    return bench(runs, model.tokenizer, arms.recipe, progress, eos_ids=model.arch.eos_ids, prove="quantized")
+
+
+def original_runs(arms: Arms) -> dict[str, Arm]:
+    """The arms of the models as they came. A draft that is a copy of the target is the pair's own for both."""
+    target, draft = arms.originals.target, arms.originals.draft
+    if draft is None or not isinstance(arms.recipe.draft, ModelDraft):
+        return original_arms(arms.pair, (target, arms.original))
+    return original_arms(arms.pair, (target, arms.original), (draft, arms.float_decoder(draft)))
 
 
 def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed | None) -> Results:

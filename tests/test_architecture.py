@@ -14,7 +14,7 @@ LAYERS = (
     ("nn", "records"),
     ("spec", "bridges"),
     ("stages",),
-    ("pipeline", "evaluate_pair", "tune_pair", ""),  # "" is qspec/__init__.py, the public face
+    ("pipeline", "evaluate_pair", "bench_pair", "tune_pair", ""),  # "" is qspec/__init__.py, the public face
     ("cli", "__main__"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -190,12 +190,17 @@ class LoadedPair:
 
 
 def open_pair(
-    folder: str | Path, kernels: Kernels = "auto", memory_limit: str | int | None = None, direct_io: bool = False
+    folder: str | Path,
+    kernels: Kernels = "auto",
+    memory_limit: str | int | None = None,
+    direct_io: bool = False,
+    recipe: Recipe | None = None,
 ) -> LoadedPair:
     """Load a pair from its folder. Raises `IntegrityError` if there is none, or for scales that nothing can run.
 
     memory_limit: of the target, in bytes or as `2GiB`; layers beyond it are read from disk for every pass, past the
-    system's file cache if `direct_io`. `stages.check` verifies every byte.
+    system's file cache if `direct_io`. recipe: in place of the pair's own, with other `speculation` of the same halves.
+    `stages.check` verifies every byte.
     """
     limit = None if memory_limit is None else parse_bytes(memory_limit, "memory limit")
     if direct_io and limit is None:
@@ -206,7 +211,7 @@ def open_pair(
         manifest = Manifest.parse((folder / NAME).read_bytes())
     except OSError as error:
         raise IntegrityError(str(folder), f"holds no readable {NAME}", "give the folder of a pair") from error
-    recipe = validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
+    recipe = recipe or validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
     options: dict[str, Any] = engine_options(recipe) | {"kernels": kernels}
     model = _half(folder / "target")
     most = recipe.speculation.max_length
