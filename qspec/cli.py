@@ -488,22 +488,31 @@ def profile(
 def serve(
     context: typer.Context,
     pair: PairFolder,
+    engine: Annotated[
+        Literal["vllm", "qspec"],
+        typer.Option(help="vllm, of another environment; or qspec: its own, here, which runs every pair."),
+    ] = "vllm",
     python: Annotated[
-        Path, typer.Option(metavar="FILE", envvar="QSPEC_VLLM", help="Interpreter of the environment that has vLLM.")
+        Path, typer.Option(metavar="FILE", envvar="QSPEC_VLLM", help="Of vllm: interpreter of its environment.")
     ] = Path(sys.executable),
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="The target alone.")] = False,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds until it must answer.")] = 900,
+    at_once: Annotated[int, typer.Option(min=1, max=256, help="Of qspec: requests that run together.")] = 8,
+    patience: Annotated[float, typer.Option(min=1, help="Of vllm: seconds until it must answer.")] = 900,
     any_version: Annotated[
-        bool, typer.Option("--any-version", help="Start releases that are not known to work.")
+        bool, typer.Option("--any-version", help="Of vllm: start releases that are not known to work.")
     ] = False,
-    only_print: Annotated[bool, typer.Option("--print", help="Print the command and start nothing.")] = False,
+    only_print: Annotated[bool, typer.Option("--print", help="Of vllm: print the command and start nothing.")] = False,
 ) -> None:
-    """Serve a pair by vLLM, with an OpenAI-style API; Ctrl-C stops it.
+    """Serve a pair with an OpenAI-style API, by vLLM or by qspec's own engine; Ctrl-C stops it.
 
-    Options behind -- go to vLLM as they are, for example: qspec serve PAIR -- --tensor-parallel-size 4
+    Options behind -- go to vLLM as they are, for example: qspec serve PAIR -- --tensor-parallel-size 4. qspec's own
+    server has /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
     """
+    if engine == "qspec":
+        _serve_own(pair, host, port, at_once, not no_draft, [*context.args, *(["--print"] if only_print else [])])
+        return
     import time
 
     from qspec.bridges import vllm
@@ -523,6 +532,18 @@ def serve(
         while process.poll() is None:
             time.sleep(0.2)
         raise vllm.ServingError("vLLM", f"ended with status {process.returncode}", "read its last lines above")
+
+
+def _serve_own(pair: Path, host: str, port: int, at_once: int, speculative: bool, of_vllm: list[str]) -> None:
+    if of_vllm:
+        raise RecipeError(" ".join(of_vllm), "is for --engine vllm", "leave it out")
+    from qspec.nn.engines import engine_name
+    from qspec.stages.own_server import serving_own
+
+    with serving_own(pair, host, port, at_once, speculative) as server:
+        runs = engine_name(server.answers.pair.target)
+        print(f"http://{host}:{port}/v1: {pair} on qspec's {runs}; Ctrl-C stops it", flush=True)
+        server.serve_forever()
 
 
 @app.command()

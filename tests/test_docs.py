@@ -6,6 +6,7 @@ import re
 import pytest
 
 import qspec
+from qspec.cli import app
 from qspec.schema.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,3 +50,10 @@ def test_every_public_function_is_documented():
     """Would catch a public function without a line in docs/python-api.md."""
     page = (ROOT / "docs/python-api.md").read_text(encoding="utf-8")
     assert [name for name in qspec.__all__ if f"`{name}(" not in page] == []
+
+
+def test_every_verb_is_in_the_readme():
+    """Would catch a command that nobody finds."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    verbs = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+    assert [verb for verb in verbs if f"| `qspec {verb}" not in page] == []

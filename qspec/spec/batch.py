@@ -51,21 +51,57 @@ def generate_batch(
     for prompt in prompts:
         check_prompt(prompt.tokens, target.max_length)
     emit = on_tokens or (lambda _, __: None)
-    forks = {i: target.fork() for i, prompt in enumerate(prompts) if prompt.max_new_tokens > 0}
-    active: dict[int, Request] = {}
-    for i, fork in forks.items():
-        active[i] = _request(fork, prompts[i], schedule, lambda: len(active), sampling, eos_ids)
-    done: dict[int, Generation] = {}
+    batch, done = Batch(schedule), dict[int, Generation]()
+    asked = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.max_new_tokens > 0]
+    for i, prompt in asked:
+        batch.join(i, target.fork(), prompt, sampling, eos_ids)
     with torch_beside(target):
-        for i, request in active.items():
-            emit(i, request.prefill(prompts[i].domain))
-        while active:
-            for i in [i for i, request in active.items() if request.stopped() is not None]:
-                done[i] = active.pop(i).result()
-                del forks[i]
-            if active:
-                _step(active, forks, emit)
+        for i, prompt in asked:
+            emit(i, batch.read(i, prompt.domain))
+        while len(batch):
+            for i in batch.finished():
+                done[i] = batch.leave(i).result()
+            if len(batch):
+                batch.step(emit)
     return [done.get(i, Generation([])) for i in range(len(prompts))]
+
+
+class Batch:
+    """Requests that go on together, by numbers of the caller's; between steps some may join and others leave.
+
+    schedule: most drafts by how many there are.
+    """
+
+    def __init__(self, schedule: Schedule = ()) -> None:
+        self._schedule = schedule
+        self._active: dict[int, Request] = {}
+        self._targets: dict[int, BatchLM] = {}
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def join(self, number: int, target: BatchLM, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int]) -> None:
+        """A request on `target`, a sequence of its own; `read` comes before its first step."""
+        request = _request(target, prompt, self._schedule, lambda: len(self._active), sampling, eos_ids)
+        self._active[number], self._targets[number] = request, target
+
+    @torch.no_grad()
+    def read(self, number: int, domain: str = "") -> list[int]:
+        """Read a request's prompt; its first token."""
+        return self._active[number].prefill(domain)
+
+    @torch.no_grad()
+    def step(self, emit: Callable[[int, list[int]], None]) -> None:
+        """One pass of the target for all, none of them finished; `emit` is told the tokens of each by its number."""
+        _step(self._active, self._targets, emit)
+
+    def finished(self) -> list[int]:
+        return [number for number, request in self._active.items() if request.stopped() is not None]
+
+    def leave(self, number: int) -> Request:
+        """The request, finished or not; its target is free again."""
+        del self._targets[number]
+        return self._active.pop(number)
 
 
 def _request(
@@ -111,7 +147,7 @@ def _verify(
     parents: Sequence[Parents | None],
 ) -> list[Verdict]:
     first = sequences[0]
-    if isinstance(first, GreedyLM) and requests[0].sampling.greedy:
+    if isinstance(first, GreedyLM) and all(request.sampling.greedy for request in requests):
         best = first.greedy_many(cast("Sequence[GreedyLM]", sequences), tokens, parents)  # forks of one model
         return list(map(Request.verify_best, requests, proposals, best))
     return list(map(Request.verify, requests, proposals, first.forward_many(sequences, tokens, parents)))

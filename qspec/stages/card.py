@@ -81,7 +81,12 @@ def _schemes(half: Half) -> str:
 
 
 def _use(manifest: Manifest, address: str) -> str:
-    lines = [f"qspec pull {address} pair", "qspec check pair", 'qspec generate pair "Why is the sky blue?"']
+    lines = [
+        f"qspec pull {address} pair",
+        "qspec check pair",
+        'qspec generate pair "Why is the sky blue?"',
+        "qspec serve pair --engine qspec",
+    ]
     command = manifest.speculation.get("vllm_command")
     if manifest.exportable and command:
         lines.append(str(command))

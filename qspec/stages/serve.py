@@ -47,12 +47,13 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     parts = [part for part in parts if draft or part.part != "draft"]
     for part in parts:
         if not part.served:
-            fix = "serve it without its draft: --no-draft" if part.part == "draft" else "make a pair that it serves"
-            raise PairError(f"{part.part} of {pair}", f"vLLM cannot serve it: {part.detail}", fix)
+            fix = "serve it without its draft: --no-draft, or by" if part.part == "draft" else "serve it by"
+            rule = f"vLLM cannot serve it: {part.detail}"
+            raise PairError(f"{part.part} of {pair}", rule, f"{fix} qspec's own engine: --engine qspec")
     sets = environment()["instruction_sets"] if recipe.device == "cpu" else None
     if sets is not None and kv_flag(target.plan.kv) == "fp8" and not _wide(sets):
         rule = "vLLM stores it on x86 with AVX-512 or AMX only, and this CPU has neither"
-        raise PairError(f"FP8 KV of {pair}", rule, "serve it elsewhere, or make the pair with kv: null in both halves")
+        raise PairError(f"FP8 KV of {pair}", rule, "serve it elsewhere, or by qspec's own engine: --engine qspec")
     drafting = halves if draft else {"target": target}
     _require_split(asked(more, "--tensor-parallel-size", "-tp"), drafting)
     float32 = manifest.validity.dtype == "float32"

@@ -11,7 +11,7 @@ from qspec.bridges.hf import load_folder
 from qspec.errors import RecipeError
 from qspec.nn.decoder import Decoder
 from qspec.schema.quantization import KVSpec, QuantSpec
-from qspec.spec.batch import Prompt, generate_batch
+from qspec.spec.batch import Batch, Prompt, generate_batch
 from qspec.spec.draft_length import POLICIES, Fixed, Heuristic, build
 from qspec.spec.drafters.combined import CombinedDrafter
 from qspec.spec.drafters.model import ModelDrafter
@@ -106,6 +106,33 @@ def test_each_request_is_what_it_would_be_alone(sampling: Sampling, eos: tuple[i
     assert [g.stopped for g in got] == [w.stopped for w in want]
     counts = [[[(s.nodes, s.drafted, s.accepted) for s in g.steps] for g in side] for side in (got, want)]
     assert counts[0] == counts[1]
+
+
+def test_requests_join_and_leave_between_steps() -> None:
+    """Catches a request that disturbs those that it joins, in their cache, their draws or their rule."""
+    laws = [GREEDY, Sampling(0.9, top_k=4), GREEDY, Sampling(1.3)]
+    asked = [prompt for prompt in prompts() if prompt.max_new_tokens > 1]
+    batch, told = Batch(), dict[int, list[int]]()
+
+    def tell(number: int, tokens: list[int]) -> None:
+        told.setdefault(number, []).extend(tokens)
+
+    for i, (prompt, law) in enumerate(zip(asked, laws, strict=False)):
+        batch.join(i, TableLM(TABLE), prompt, law, ())
+        tell(i, batch.read(i))
+        batch.step(tell)  # none ends within so few steps: the shortest has 12 tokens to come, drafts of 8 at most
+    assert len(batch) == len(asked) == 3
+    batch.leave(0)  # whoever asked has gone
+    while len(batch):
+        for i in batch.finished():
+            assert batch.leave(i).result().tokens == told[i]
+        if len(batch):
+            batch.step(tell)
+    want = [prompt for prompt in prompts() if prompt.max_new_tokens > 1]
+    for i, (prompt, law) in enumerate(zip(want, laws, strict=False)):
+        whole = alone(TableLM(TABLE), prompt, law).tokens
+        assert told[i] == whole[: len(told[i])]
+        assert i == 0 or len(told[i]) == len(whole)
 
 
 def test_a_full_cache_ends_one_request_only() -> None:
