@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -156,6 +156,37 @@ def train_draft(
     kind = "draft" if job.draft.kind == "model" else "head"
     draft = pipeline.train_draft(job, out or Path("runs") / f"{job.name}-{kind}")
     print(f"{draft}: trained; try: qspec run {recipe} --set draft.model={draft}")
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Hub id, folder, *.gguf, package:…, as in a recipe.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make.")],
+    scheme: Annotated[str, typer.Option(help="W8A8, FP8, FP8_DYNAMIC, FP8_BLOCK, W4A16 or W4A8.")] = "W8A8",
+    revision: Annotated[str | None, typer.Option(help="Commit, tag or branch of a Hub model.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Quantize one model alone, without a draft, into a compressed-tensors checkpoint.
+
+    Fields of a recipe's quantization and calibration are set as there: --set quantization.kv={} --set
+    quantization.method=gptq --set calibration.samples=128. Called again, a call that was killed goes on.
+    """
+    from qspec import pipeline
+    from qspec.schema.overrides import set_value
+    from qspec.schema.problems import validate
+    from qspec.schema.recipe import CalibrationSpec, ModelSpec
+
+    told: dict[str, Any] = {"quantization": {"scheme": scheme}, "calibration": {}}
+    for override in overrides or ():
+        set_value(told, override)
+    if unknown := told.keys() - {"quantization", "calibration"}:
+        rule = "is no section here"
+        raise RecipeError(f"--set {min(unknown)}", rule, "set fields of quantization or calibration, or use a recipe")
+    spec = validate(ModelSpec, {"model": model, "revision": revision, "quantization": told["quantization"]}, model)
+    made = pipeline.quantize_checkpoint(spec, out, validate(CalibrationSpec, told["calibration"], "calibration"))
+    for note in made.notes:
+        print(note)
+    print(f"{out}: {len(made.linears)} layers quantized; look into it: qspec inspect {out}")
 
 
 @app.command()

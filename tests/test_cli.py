@@ -134,6 +134,30 @@ def test_generate_without_draft_keeps_the_pair_s_sampling(monkeypatch: pytest.Mo
     assert "no draft" in capsys.readouterr().err
 
 
+def test_quantize_makes_one_checkpoint(tmp_path: Path, capsys: Capture):
+    """Would catch fields of a recipe that do not arrive, and a verb that makes something else than a recipe does."""
+    model, text = tiny_model("llama", tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("\n\n".join([TEXT] * 12), encoding="utf-8")
+    sets = [f"calibration.data=[{{name: {text}}}]", "calibration.samples=2", "calibration.length=32"]
+    told = ["quantize", str(model), str(tmp_path / "made"), "--scheme", "FP8"]
+    for each in [*sets, "quantization.kv={}"]:
+        told += ["--set", each]
+    assert cli.main(told) == 0
+    assert "14 layers quantized" in capsys.readouterr().out
+    config = json.loads((tmp_path / "made/config.json").read_text(encoding="utf-8"))["quantization_config"]
+    assert config["kv_cache_scheme"] is not None
+    assert config["format"] == "float-quantized"
+    for more, part in (
+        (["--set", "benchmark.repeats=1"], "benchmark"),
+        (["--set", "quantization=W8A8"], "quantization"),
+        (["--set", "calibration.sample=2"], "did you mean 'samples'"),
+        ([], "exists already"),
+    ):
+        assert cli.main([*told, *more]) == 2
+        (message,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert part in message
+
+
 def test_check_prints_what_it_found(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     """Would catch a damaged pair reported as intact, or remarks that are swallowed."""
     monkeypatch.setattr(qspec, "check", lambda pair: ["3 files match"])
