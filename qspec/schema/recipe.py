@@ -14,7 +14,7 @@ from qspec.schema.overrides import set_value
 from qspec.schema.problems import closest, short, validate
 from qspec.schema.quantization import MOST, QuantSpec, Strict
 from qspec.schema.text import dump_yaml, parse_yaml, read_text
-from qspec.schema.training import DistillSpec, TrainingSpec
+from qspec.schema.training import DistillSpec, HeadSpec
 from qspec.schema.tuning import TuneSpec
 
 Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"]
@@ -126,12 +126,18 @@ class MlpDraft(Strict):
     candidates: int = Field(default=1, ge=1, le=64)
     top_k: tuple[Annotated[int, Field(ge=1, le=64)], ...] = ()
     lookup: Lookup = "none"
-    training: TrainingSpec | None = None
+    training: HeadSpec | None = None
 
     @model_validator(mode="after")
     def _top_k_of_every_head(self) -> "MlpDraft":
         if self.top_k and len(self.top_k) != self.n_predict:
             raise ValueError(f"top_k has {len(self.top_k)} entries for {self.n_predict} heads; give one for each")
+        return self
+
+    @model_validator(mode="after")
+    def _own_rows_to_begin_with(self) -> "MlpDraft":
+        if self.shared and self.training is not None and self.training.start == "target":
+            raise ValueError("training.start: target is for rows of its own, shared ones are the target's; omit it")
         return self
 
 

@@ -87,6 +87,12 @@ class TrainingSpec(Strict):
         return self
 
 
+class HeadSpec(TrainingSpec):
+    """Of a speculator head. `start`: `target` begins with the target's embedding and output rows, scaled."""
+
+    start: Literal["random", "target"] = "random"
+
+
 class DistillSpec(TrainingSpec):
     """The target without some of its layers, trained towards the target and written as an ordinary checkpoint.
 

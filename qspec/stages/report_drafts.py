@@ -1,6 +1,9 @@
 """Drafts in the report: acceptance by kind of prompt and by position, and predicted beside measured speedup."""
 
-from qspec.schema.results import Acceptance, Prediction, Speed
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from qspec.numerics.speedup import optimal_gamma, pass_cost, walltime_speedup
+from qspec.schema.results import Acceptance, Measurement, Prediction, Speed
 from qspec.stages.document import (
     Bar,
     Block,
@@ -17,9 +20,12 @@ from qspec.stages.document import (
     times,
 )
 from qspec.stages.report_speed import Naming, naming
+from qspec.stages.speed_arms import drafting
 
 SHOWN = 8
 """Positions that a row of the table holds."""
+LONGEST = 12
+"""Draft tokens up to which speedups are predicted."""
 
 
 def acceptance_blocks(speed: Speed) -> list[Block]:
@@ -50,6 +56,7 @@ def acceptance_blocks(speed: Speed) -> list[Block]:
         Heading("Acceptance"),
         *_kinds(speed, name),
         *_positions(speed, name),
+        *_temperatures(speed),
         table,
         *_sources(speed, name),
     ]
@@ -157,7 +164,7 @@ def prediction_blocks(speed: Speed) -> list[Block]:
     )
     plot = Plot("Predicted and measured speedup (line: equal)", "predicted", "measured", series, guide="diagonal")
     table = compact(caption, columns, tuple(_prediction(label, p, interval(ci)) for label, p, ci in points))
-    return [Heading("Predicted and measured"), plot, table]
+    return [Heading("Predicted and measured"), plot, table, *_curves([(label, p) for label, p, _ in points])]
 
 
 def _prediction(label: str, p: Prediction, ci: str) -> tuple[str, ...]:
@@ -184,3 +191,55 @@ def _costs(p: Prediction) -> str:
         return number(p.verify_cost)
     shown = list(p.verify_costs.items())[:6]
     return " ".join(f"{rows}: {number(cost, 2)}" for rows, cost in shown) + " …" * (len(p.verify_costs) > 6)
+
+
+def _temperatures(speed: Speed) -> list[Block]:
+    """What a temperature does to drafts, where several were measured."""
+    pooled, gained = [a for a in speed.acceptance if a.category == "all"], drafting(speed)
+    if len({a.temperature for a in pooled}) < 2:
+        return []
+    arms = dict.fromkeys(a.arm for a in pooled)
+    accepted = {arm: [(a.temperature, a.alpha) for a in pooled if a.arm == arm] for arm in arms}
+    gains = {arm: [(r.temperature, r.speedup) for r in gained if r.arm == arm] for arm in arms}
+    alpha = Plot("Acceptance by temperature", "temperature", "α", _by_temperature(accepted))
+    speedup = Plot("Speedup of drafting by temperature", "temperature", "speedup", _by_temperature(gains), guide="one")
+    return [alpha, *([speedup] if speedup.series else [])]
+
+
+def _by_temperature(rows: Mapping[str, Sequence[tuple[float, Measurement]]]) -> tuple[Series, ...]:
+    found = {arm: tuple(Point("", at, m.value, y_interval=m.ci) for at, m in values) for arm, values in rows.items()}
+    return tuple(Series(arm, points, joined=True) for arm, points in found.items() if points)
+
+
+def _curves(predictions: Sequence[tuple[str, Prediction]]) -> list[Block]:
+    """The model's speedup over each of what decides it, the others as measured; the last two at their best length."""
+    lengths, shares = range(LONGEST + 1), [i / 20 for i in range(20)]
+
+    def at(p: Prediction, gamma: int) -> float:
+        return walltime_speedup(p.alpha, gamma, p.draft_cost, _verification(p)(gamma + 1))
+
+    def best(p: Prediction, alpha: float, c: float) -> float:
+        gamma = optimal_gamma(alpha, c, LONGEST, _verification(p))
+        return walltime_speedup(alpha, gamma, c, _verification(p)(gamma + 1))
+
+    plots: list[tuple[str, str, Callable[[Prediction], Iterable[tuple[float, float]]]]] = [
+        ("draft length", "draft length", lambda p: ((gamma, at(p, gamma)) for gamma in lengths)),
+        ("acceptance, at the best length", "α", lambda p: ((share, best(p, share, p.draft_cost)) for share in shares)),
+        ("cost of a draft token, at the best length", "c", lambda p: ((c, best(p, p.alpha, c)) for c in shares)),
+    ]
+    return [
+        Plot(
+            f"Predicted speedup by {what}",
+            axis,
+            "speedup",
+            tuple(Series(name, tuple(Point("", x, y) for x, y in curve(p)), joined=True) for name, p in predictions),
+            guide="one",
+        )
+        for what, axis, curve in plots
+    ]
+
+
+def _verification(p: Prediction) -> Callable[[int], float]:
+    """Cost of a pass by its rows: lines between those that were measured."""
+    known = p.verify_costs or {1: 1.0, max(2, round(p.draft_length) + 1): p.verify_cost}
+    return lambda rows: pass_cost(known, rows)

@@ -10,7 +10,7 @@ from qspec.bridges.hub import fetch_model
 from qspec.errors import RecipeError
 from qspec.nn.engines import open_decoder
 from qspec.nn.int8_map import Int8Map
-from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize, swap_linears
+from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize, start_from, swap_linears
 from qspec.progress import Progress
 from qspec.provenance import staged_dir
 from qspec.records import EMBEDDING, HEAD, ArchMap, LoadedModel, QuantizedModel
@@ -86,6 +86,8 @@ def train_head(recipe: Recipe, target: QuantizedModel, out: Path, progress: Prog
     ids_D = frequent_ids([*text, *answers], shape.draft_vocab, arch.vocab_size)
     head = MLPSpeculator(shape, ids_D, *target_rows(target))
     initialize(head, torch.Generator().manual_seed(recipe.seed))
+    if spec.start == "target":
+        start_from(head, *target_rows(target))
     progress.stage("train the head")
     laid = [lay_out(part, shape.n_predict, ids_D, arch.vocab_size) for part in (text, answers, judged)]
     learner = HeadLearner(head)

@@ -3,11 +3,12 @@
 import math
 
 from qspec.numerics.paired import shown_sign
+from qspec.numerics.pareto import schedule
 from qspec.schema.results import Acceptance, BatchSpeed, Equality, Fidelity, Ratio, Results, Speed, TaskResult
 from qspec.stages.budgets import budget_findings
 from qspec.stages.document import Finding, Tone, interval, number, percent, percents, times
 from qspec.stages.prove import CERTAIN
-from qspec.stages.speed_arms import at, pair_arm, plain_of
+from qspec.stages.speed_arms import at, drafting, pair_arm, plain_of
 
 MANY_CUT = 0.2
 """Share of truncated answers from which a score is called weak evidence."""
@@ -38,7 +39,7 @@ def negatives(results: Results) -> list[Finding]:
     if results.speed is None:
         return found
     found += [finding for ratio in results.speed.ratios if (finding := _unpaid(ratio, results.speed))]
-    return [*found, *_batch_advice(results.speed), *_prefill(results.speed)]
+    return [*found, *_batch_advice(results.speed), *_schedule(results), *_prefill(results.speed)]
 
 
 def blockers(results: Results) -> list[str]:
@@ -166,6 +167,25 @@ def _unpaid(ratio: Ratio, speed: Speed) -> Finding | None:
 def _batch_advice(speed: Speed) -> list[Finding]:
     """The batch sizes at which drafts have stopped to pay, and batches that change an answer."""
     return [finding for b in speed.batches for finding in (_changed(b), _stopped(b)) if finding is not None]
+
+
+def _schedule(results: Results) -> list[Finding]:
+    """The cap by batch that the measured sizes ask for, if the recipe does not have it yet."""
+    speed, length = results.speed, (results.recipe.get("speculation") or {}).get("draft_length")
+    if speed is None or not speed.batches or not length:
+        return []
+    own, first = pair_arm(speed), speed.arms[0].temperature
+    alone = next((r.speedup.value for r in drafting(speed) if (r.arm, r.temperature) == (own, first)), None)
+    if alone is None:
+        return []
+    rows = [b for b in speed.batches if (b.arm, b.temperature) == (own, first) and b.speedup is not None]
+    gains = {1: alone} | {b.batch: b.speedup.value if b.draft_length and b.speedup else 0.0 for b in rows}
+    last = max((batch for batch, gain in gains.items() if gain > 1), default=0)
+    longest = length["k"] if length["policy"] == "fixed" else length["max_k"]
+    told = [list(part) for part in schedule({b: longest if b <= last else 0 for b in gains})]
+    if max(gains) <= last or told == length["by_batch"]:
+        return []
+    return [Finding("plain", f"of these sizes follows speculation.draft_length.by_batch: {told}", "do")]
 
 
 def _batch(b: BatchSpeed) -> str:

@@ -241,8 +241,8 @@ def test_charts_stay_inside_and_name_their_values():
     rows = [chart for chart in charts if "preserveaspectratio" in chart]
     # speeds, ratios, kinds of prompt, acceptance, time shares, subjects
     assert len(rows) == 3 + 3 + 3 + 3 + 3 + 2
-    # needles, speedup by length and by batch, acceptance by position, prediction
-    assert len(charts) - len(rows) == 1 + 2 + 2 + 2 + 1
+    # needles, speedup by length and by batch, acceptance by position, prediction and its three curves
+    assert len(charts) - len(rows) == 1 + 2 + 2 + 2 + 1 + 3
     assert all(chart["role"] == "img" and re.search(r"\d", chart["aria-label"] or "") for chart in charts)
     widths = [float(attributes["width"] or 0) for tag, attributes in page.tags if tag == "rect"]
     assert max(widths) <= report_html.WIDTH
@@ -360,6 +360,64 @@ def test_sizes_and_shares():
     """Would catch binary units under decimal names."""
     assert (size(135e6), size(23_040), size(12)) == ("135 MB", "23.0 kB", "12.0 B")
     assert percent(0.9421) == "94.2 %"
+
+
+def test_a_cap_by_batch_follows_from_the_measured_sizes() -> None:
+    """Catches a loss in batches that is told without what to do about it, and a cap that no measurement asks for."""
+
+    def told(length: dict[str, object], **gains: float) -> list[str]:
+        batches = tuple(
+            b.model_copy(update={"speedup": measurement("rate", gains[f"b{b.batch}"], n=6)}) if b.speedup else b
+            for b in speed().batches
+        )
+        recipe = example().recipe | {"speculation": {"draft_length": {"by_batch": [], "k": 3, "max_k": 8, **length}}}
+        found = example().model_copy(
+            update={"recipe": recipe, "speed": speed().model_copy(update={"batches": batches})}
+        )
+        caps = [f.text.partition("draft_length.by_batch: ")[2] for f in verdict.negatives(found)]
+        return [cap for cap in caps if cap]
+
+    assert told({"policy": "optimal"}, b2=1.3, b4=0.9) == ["[[1, 3, 8], [4, 4, 0]]"]
+    assert told({"policy": "fixed"}, b2=0.9, b4=0.8) == ["[[1, 1, 3], [2, 4, 0]]"]
+    assert told({"policy": "optimal"}, b2=0.9, b4=1.1) == []  # the largest pays
+    assert told({"policy": "optimal", "by_batch": [[1, 3, 8], [4, 4, 0]]}, b2=1.3, b4=0.9) == []  # it is there
+
+
+def test_the_model_of_speculation_is_drawn_over_what_decides_it() -> None:
+    """Catches curves at another acceptance or cost than the measured ones, and a gain where drafting loses."""
+    plots = {b.caption: b for b in document(example()).blocks if isinstance(b, Plot)}
+    length, alpha, cost = (
+        {p.x: p.y for p in plots[f"Predicted speedup by {what}"].series[0].points}
+        for what in (
+            "draft length",
+            "acceptance, at the best length",
+            "cost of a draft token, at the best length",
+        )
+    )
+    expected = (1 - 0.71**6) / (1 - 0.71) / (5 * 0.2 + 1.3)  # theorem 3.8 with a verification that costs 1.3
+    assert length[5] == pytest.approx(expected)
+    assert length[0] == alpha[0] == 1.0
+    assert max(length.values()) == pytest.approx(cost[0.2])  # the measured cost, at the best length
+    assert list(alpha.values()) == sorted(alpha.values())
+    assert list(cost.values()) == sorted(cost.values(), reverse=True)
+    assert cost[0.95] == 1.0
+
+
+def test_temperatures_are_drawn_where_there_are_several() -> None:
+    """Catches a sweep whose rows have to be put side by side by the reader."""
+    assert not any("temperature" in b.caption for b in document(example()).blocks if isinstance(b, Plot))
+    cool, warm = speed(), speed(1.1)
+    both = cool.model_copy(
+        update={
+            name: (*getattr(cool, name), *(row.model_copy(update={"temperature": 1.0}) for row in getattr(warm, name)))
+            for name in ("arms", "ratios", "acceptance")
+        }
+    )
+    plots = {b.caption: b for b in document(example().model_copy(update={"speed": both})).blocks if isinstance(b, Plot)}
+    (series,) = plots["Speedup of drafting by temperature"].series
+    found = [(point.x, point.y) for point in series.points]
+    assert found == [(0.0, 1.42), (1.0, 1.1)]
+    assert [point.x for point in plots["Acceptance by temperature"].series[0].points] == [0.0, 1.0]
 
 
 def test_batches_and_sources_have_their_tables() -> None:

@@ -17,10 +17,12 @@ from qspec.errors import OutputError, RecipeError, SourceError
 from qspec.nn.engines import open_decoder
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
 from qspec.progress import Progress
+from qspec.records import EMBEDDING
 from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import Recipe
 from qspec.schema.training import TrainingData, TrainingSpec
 from qspec.spec.drafters.mlp import MlpDrafter
-from qspec.stages import train_draft
+from qspec.stages import speculator_head, train_draft
 from qspec.stages.draft_data import Rollout, both_stages, make_data
 from qspec.stages.head_data import draft_ids, frequent_ids, lay_out, split
 from qspec.stages.head_learner import HeadLearner
@@ -171,6 +173,33 @@ def test_a_recipe_becomes_a_head_and_a_pair(made):
     drafting, plain = (pair.generate("the quick", 20, speculative=drafts).generation for drafts in (True, False))
     assert drafting.tokens == plain.tokens
     assert sum(step.drafted for step in drafting.steps) > 0
+
+
+def test_a_head_may_begin_with_the_targets_rows(made, tmp_path, monkeypatch):
+    """Would catch a way to begin that a recipe cannot ask for, or asks for in vain."""
+    recipe, _, folder = made
+    out, begun = Path(shutil.copytree(folder / "out", tmp_path / "out")), []
+    shutil.rmtree(out / "training")
+
+    class Begun(Exception):
+        pass
+
+    def train(learner, *_):
+        begun.append(learner.module)
+        raise Begun
+
+    monkeypatch.setattr(speculator_head, "train", train)
+    fields = recipe.as_dict()
+    fields["draft"] |= {"shared": False}
+    fields["draft"]["training"] |= {"start": "target"}
+    with pytest.raises(Begun):
+        pipeline.train_draft(Recipe.model_validate(fields), out, Progress(quiet=True))
+    rows_VH = compressed.read(out / "target").tensors[EMBEDDING]
+    alike = torch.nn.functional.cosine_similarity(begun[0].emb[1].weight[7].detach(), rows_VH[7, :16], dim=0)
+    assert float(alike) == pytest.approx(1.0)
+    fields["draft"] |= {"shared": True}
+    with pytest.raises(ValueError, match="shared ones are the target's"):
+        Recipe.model_validate(fields)
 
 
 def test_data_is_made_once(made):
