@@ -49,7 +49,7 @@ def passes(study: Study, engine: Engine) -> Json:
 def predicted(rows: Sequence[Row], times: Mapping[str, Passes]) -> Iterator[Row]:
     """Rows with what a model says that knows drafts at the smallest batch and the target's passes, nothing else.
 
-    tokens of a step x T(b, 1) / (b x seconds of a proposal + T(b, 1 + nodes)): requests draft one after the other.
+    tokens of a step x T(b, 1) / (b x seconds of a proposal + T(b, 1 + nodes)): one draft after the other.
     """
     first = {(r["arm"], r["shape"]): r for r in reversed(rows)}  # batches rise
     for row in rows:

@@ -77,8 +77,8 @@ struct Heads {
   int64_t logits_stride;
 };
 
-// Told a head, the likeliest of its ids by place, and its probability, the first row of `logits` being there. Says the
-// place of the id to draft, or -1: none behind this one. Must not call the library.
-using Choose = int32_t (*)(int32_t head, int32_t best, float probability);
+// Told a chain, the row of `logits` that is its own, the likeliest id there by place, and its probability. Says the place of
+// the id to draft, or -1: nothing behind it. Must not call the library.
+using Choose = int32_t (*)(int32_t chain, int32_t row, int32_t best, float probability);
 
 }  // namespace qspec

@@ -1,6 +1,6 @@
-// Proposals of an MLP speculator, each one parallel region: the heads one after the other, each fed with the state before it
-// and the token chosen there. qspec/nn/mlp_speculator.py says what a head computes, qspec/nn/draft_heads.py holds the eager
-// twin; linear layers are INT8, the rest is float32.
+// Proposals of an MLP speculator, for one sequence or several, in one parallel region: the heads one after the other, each
+// fed with the state before it and the token chosen there. qspec/nn/mlp_speculator.py says what a head computes,
+// qspec/nn/draft_heads.py holds the eager twin; linear layers are INT8, the rest is float32.
 //
 //   state = GELU(norm(proj(state) + ratio * embedding_map(embedding[token])));  logits = out(out_map(state))
 #include <cmath>
@@ -25,31 +25,34 @@ class Speculator : Matmuls {
   Pool& pool() const { return pool_; }
   bool knows(int64_t token) const { return token >= 0 && token < stages_[0].embedding.n; }
 
-  // Draft behind `token`, whose state is `hidden`: of head i the `widths[i]` likeliest tokens behind each path so far.
-  // tokens, scores: level after level, the newest token of each path and its log-probability. choose: null, or asked
-  // behind every token of a chain. Returns how many levels there are.
-  int draft(const float* hidden, int64_t token, const int32_t* widths, int levels, Choose choose, int64_t* tokens,
-            float* scores) {
+  // Draft behind `count` tokens, the roots, whose states are the rows of `hidden`: of head i the `widths[i]` likeliest
+  // tokens behind each path so far. tokens, scores: level after level, the newest token of each path and its
+  // log-probability. choose: null, or asked behind every token of chains, which end one by one.
+  void draft(const float* hidden, const int64_t* roots, int count, const int32_t* widths, int levels, Choose choose,
+             int64_t* tokens, float* scores) {
     std::lock_guard<std::mutex> one(calls_);
-    size_t paths = 1;
+    size_t paths = size_t(count);
     for (int i = 0; i + 1 < levels; ++i) paths *= size_t(widths[i]);
     before_.resize(paths * row_stride_);
     after_.resize(paths * row_stride_);
-    if (h_.begin) run_.norm(hidden, h_.begin, norm_eps_, h_.hidden, before_.data());
-    else std::memcpy(before_.data(), hidden, sizeof(float) * h_.hidden);
-    levels_ = 0;
-    pool_.run([&](int thread) { walk(thread, token, widths, levels, choose, tokens, scores); });
-    return levels_;
+    for (int j = 0; j < count; ++j) begin(hidden + int64_t(j) * h_.hidden, before_.data() + j * row_stride_);
+    root_scores_.assign(count, 0.0f);
+    chains_.resize(count);
+    for (int j = 0; j < count; ++j) chains_[j] = j;
+    pool_.run([&](int thread) { walk(thread, roots, count, widths, levels, choose, tokens, scores); });
   }
 
  private:
-  void walk(int thread, int64_t token, const int32_t* widths, int levels, Choose choose, int64_t* tokens,
+  void begin(const float* hidden, float* state) const {
+    if (h_.begin) run_.norm(hidden, h_.begin, norm_eps_, h_.hidden, state);
+    else std::memcpy(state, hidden, sizeof(float) * h_.hidden);
+  }
+
+  void walk(int thread, const int64_t* fed, int paths, const int32_t* widths, int levels, Choose choose, int64_t* tokens,
             float* scores) {
-    const float root = 0.0f;
-    const int64_t* fed = &token;
-    const float* score = &root;
-    int paths = 1, siblings = 1;  // rows of this level, and how many of them follow the same state
-    for (int i = 0; i < levels; ++i) {
+    const float* score = root_scores_.data();
+    int siblings = 1;  // rows of this level that follow the same state
+    for (int i = 0; i < levels && paths; ++i) {
       const int width = widths[i];
       for (int first = 0; first < paths; first += ROWS) {
         const int count = std::min(ROWS, paths - first);
@@ -57,16 +60,16 @@ class Speculator : Matmuls {
         for (int t; (t = pool_.claim()) < count;)
           take(t, width, score[first + t], tokens + (first + t) * width, scores + (first + t) * width);
         pool_.barrier();
+        if (thread == 0 && choose) ask(choose, first, count, score, tokens, scores);
+        if (thread == 0 && first + count == paths) paths_ = finish_level(paths * width, tokens, scores);
+        pool_.barrier();
       }
-      if (thread == 0) finish_level(i, paths * width, choose, *score, tokens, *scores);
-      pool_.barrier();
-      if (stopped_) return;
       fed = tokens;
       score = scores;
       siblings = width;
-      paths *= width;
-      tokens += paths;
-      scores += paths;
+      tokens += paths * width;
+      scores += paths * width;
+      paths = paths_;
     }
   }
 
@@ -121,25 +124,38 @@ class Speculator : Matmuls {
     for (int j = 0; j < width; ++j) scores[j] += score - mass;
   }
 
-  // Places become ids; of a chain the one that `choose` says.
-  void finish_level(int head, int paths, Choose choose, float before, int64_t* places, float score) {
-    levels_ = head + 1;
-    stopped_ = false;
-    if (choose) {
-      const int32_t place = choose(head, static_cast<int32_t>(*places), std::exp(score - before));
-      stopped_ = place < 0;
-      if (!stopped_) *places = place;
+  // What rows [first, first + count) of a level, whose logits are there now, go on with: a place, or -1.
+  void ask(Choose choose, int first, int count, const float* before, int64_t* places, const float* scores) const {
+    for (int t = 0; t < count; ++t) {
+      const int j = first + t;
+      places[j] = choose(chains_[j], t, static_cast<int32_t>(places[j]), std::exp(scores[j] - before[j]));
     }
-    for (int j = 0; j < paths; ++j) places[j] = h_.ids[places[j]];
+  }
+
+  // Places become ids, and chains that end leave. Returns how many paths there are.
+  int finish_level(int paths, int64_t* places, float* scores) {
+    int kept = 0;
+    for (int j = 0; j < paths; ++j) {
+      if (places[j] < 0) continue;
+      places[kept] = h_.ids[places[j]];
+      if (kept != j) {  // a chain, whose paths are rows
+        std::memcpy(after_.data() + kept * row_stride_, after_.data() + j * row_stride_, sizeof(float) * h_.inner);
+        scores[kept] = scores[j];
+        chains_[kept] = chains_[j];
+      }
+      ++kept;
+    }
     std::swap(before_, after_);
+    return kept;
   }
 
   const Heads h_;
   const std::vector<Stage> stages_;
   Buffer<float> embedding_, embedded_, states_, mapped_;  // [ROWS][row_stride_]
   std::vector<float> before_, after_;                     // states of all paths, of two levels
-  int levels_ = 0;
-  bool stopped_ = false;
+  std::vector<float> root_scores_;                        // of nothing: zeros
+  std::vector<int> chains_;                               // which chain each row is
+  int paths_ = 0;                                         // of the newest level
   std::mutex calls_;
 };
 
@@ -158,13 +174,12 @@ QSPEC_API Speculator* qspec_speculator(Pool* pool, const qspec::Heads* heads) {
 
 QSPEC_API void qspec_speculator_free(Speculator* s) { delete s; }
 
-// Levels that were drafted; -1: this process was forked from the one whose threads the pool holds; -2: out of memory;
-// -3: no such token.
-QSPEC_API int qspec_draft(Speculator* s, const float* hidden, int64_t token, const int32_t* widths, int levels,
-                          qspec::Choose choose, int64_t* tokens, float* scores) {
+// 0; -1: this process was forked from the one whose threads the pool holds; -2: out of memory; -3: no such token.
+QSPEC_API int qspec_draft(Speculator* s, const float* hidden, const int64_t* roots, int count, const int32_t* widths,
+                          int levels, qspec::Choose choose, int64_t* tokens, float* scores) {
   if (!s->pool().usable()) return -1;
-  if (!s->knows(token)) return -3;
-  int done = 0;
-  if (!qspec::guarded([&] { done = s->draft(hidden, token, widths, levels, choose, tokens, scores); })) return -2;
-  return done;
+  for (int j = 0; j < count; ++j)
+    if (!s->knows(roots[j])) return -3;
+  const auto draft = [&] { s->draft(hidden, roots, count, widths, levels, choose, tokens, scores); };
+  return qspec::guarded(draft) ? 0 : -2;
 }

@@ -5,7 +5,7 @@ Short passes (decoding, verification) run for the first slots together; longer o
 On a CPU everything runs the same way on the eager twins of the operations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Self
 import weakref
 
@@ -102,6 +102,10 @@ class CudaDecoder:
     def hidden(self, count: int = 1) -> Tensor:
         """As `HiddenLM` says, on the CPU, where speculator heads are."""
         return self._states.newest(count).cpu()
+
+    @property
+    def weights(self) -> Hashable:
+        return self._pool
 
     def fork(self) -> Self:
         """Another, empty sequence on the same weights."""

@@ -6,7 +6,7 @@ forks share its weights, and a pass may hold rows of several: only attention tel
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -136,6 +136,10 @@ class Decoder:
     def hidden(self, count: int = 1) -> Tensor:
         return self._states.newest(count)
 
+    @property
+    def weights(self) -> Hashable:
+        return id(self._layers)
+
     def fork(self) -> "Decoder":
         """Another, empty sequence on the same weights."""
         other = copy(self)
@@ -171,7 +175,7 @@ class Decoder:
         cls, sequences: Sequence["Decoder"], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
     ) -> list[Tensor]:
         first, counts = sequences[0], [len(tokens_T) for tokens_T in tokens]
-        assert all(sequence._layers is first._layers for sequence in sequences), "forks of different weights"
+        assert all(sequence.weights == first.weights for sequence in sequences), "forks of different weights"
         asked = list(zip(sequences, counts, parents, strict=True))
         plans = [sequence._rows(count, parents_K) for sequence, count, parents_K in asked]
         hidden_TK = torch.cat(first._run_together(plans, first.embed(torch.cat(list(tokens))).split(counts)))

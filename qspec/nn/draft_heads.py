@@ -1,26 +1,23 @@
 """Drafting with a speculator's heads: stage after stage by torch; `native_heads` does the same in one call.
 
-Letters: P paths, K tokens of a path, D ids that can be drafted.
+Letters: B sequences, P paths, K tokens of a path, D ids that can be drafted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qspec.nn.mlp_speculator import MLPSpeculator
-from qspec.nn.native_heads import NativeHeads
-
-Choose = Callable[[int, float, Tensor], int | None]
-"""Told the place of the likeliest id, its probability, and logits `[1, D]`; the place to draft, None to end there."""
+from qspec.nn.native_heads import Choose, NativeHeads
 
 
 class DraftHeads(Protocol):
-    """Heads behind a sequence: `hidden_1H` is the target's state in front of its newest token."""
+    """Heads behind sequences: rows of `hidden_BH` are the target's states in front of their newest tokens."""
 
-    def chain(self, hidden_1H: Tensor, token: int, k: int, choose: Choose) -> None:
-        """At most `k` stages, each behind what `choose` took before."""
+    def chains(self, hidden_BH: Tensor, tokens: Sequence[int], k: int, choose: Choose) -> None:
+        """At most `k` stages, each behind what `choose` took before, for all chains that have not ended."""
 
     def paths(self, hidden_1H: Tensor, token: int, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Tokens `[P, K]` and log-probabilities `[P]`: of stage i the `widths[i]` likeliest behind every path."""
@@ -32,16 +29,19 @@ class EagerHeads:
     def __init__(self, head: MLPSpeculator, ids_D: Tensor, known: int) -> None:
         self._head, self._ids_D, self._known = head, ids_D, known
 
-    def chain(self, hidden_1H: Tensor, token: int, k: int, choose: Choose) -> None:
-        state_1I, token_1 = self._head.begin(hidden_1H), torch.tensor([token])
+    def chains(self, hidden_BH: Tensor, tokens: Sequence[int], k: int, choose: Choose) -> None:
+        state_BI, tokens_B, numbers = self._head.begin(hidden_BH), torch.tensor(tokens), list(range(len(tokens)))
         for i in range(k):
-            state_1I, logits_1D = self._head.advance(i, state_1I, token_1)
-            logits_1D = logits_1D[:, : self._known]
-            probability, best = logits_1D.softmax(-1).max(-1)
-            place = choose(int(best), float(probability), logits_1D)
-            if place is None:
+            state_BI, logits_BD = self._head.advance(i, state_BI, tokens_B)
+            logits_BD = logits_BD[:, : self._known]
+            probs_B, best_B = logits_BD.softmax(-1).max(-1)
+            told = zip(numbers, best_B.tolist(), probs_B.tolist(), logits_BD.split(1), strict=True)
+            places = [choose(*one) for one in told]
+            on = [row for row, place in enumerate(places) if place is not None]
+            if not on:
                 return
-            token_1 = self._ids_D[place : place + 1]
+            tokens_B = self._ids_D[[place for place in places if place is not None]]
+            state_BI, numbers = state_BI[on], [numbers[row] for row in on]
 
     def paths(self, hidden_1H: Tensor, token: int, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Source: fms-extras, `MLPSpeculator.generate_suffixes`."""

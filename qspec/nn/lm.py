@@ -1,6 +1,6 @@
 """The one interface between models and the speculative engine, and what a model may offer beyond it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, Self, runtime_checkable
 
@@ -67,6 +67,10 @@ class HiddenLM(LM, Protocol):
 @runtime_checkable
 class BatchLM(TreeLM, Protocol):
     """One whose weights serve several sequences in one pass."""
+
+    @property
+    def weights(self) -> Hashable:
+        """What all forks have in common."""
 
     def fork(self) -> Self:
         """Another, empty sequence on the same weights."""

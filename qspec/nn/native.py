@@ -5,7 +5,7 @@ greedy speculative decoding equals plain decoding bit for bit. Called through ct
 knows nothing of torch. Weights are packed and copied once; the torch tensors may then be dropped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
 import ctypes
 from ctypes import byref, c_int32, c_void_p
@@ -102,6 +102,10 @@ class NativeDecoder:
         found = (ctypes.c_double * len(LAPS))()
         self._lib.qspec_seconds(self._core.handle, found)
         return dict(zip(LAPS, found, strict=True))
+
+    @property
+    def weights(self) -> Hashable:
+        return self._core
 
     def fork(self) -> "NativeDecoder":
         """Another, empty sequence on the same weights."""

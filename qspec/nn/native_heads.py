@@ -4,7 +4,7 @@ The eager twin is `nn.draft_heads.EagerHeads`. Weights are those that the layers
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_int32, c_void_p
+from ctypes import byref, c_int32, c_int64, c_void_p
 import math
 import weakref
 
@@ -17,6 +17,9 @@ from qspec.nn.mlp_speculator import NORM_EPS, MLPSpeculator, SharedEmbedding, Sh
 from qspec.nn.native_interface import CHOOSE, Heads, Matrix, Stage, library, matrix_of, pool_of
 from qspec.nn.native_weights import LANES, Packed, pack_rows
 
+Choose = Callable[[int, int, float, Tensor], int | None]
+"""Told a chain's number, the place of its likeliest id, that one's probability, and logits `[1, D]`: the place to
+draft, or None to end there."""
 ROWS = 8
 """Rows of logits that the core wants room for."""
 _FORKED, _BAD_TOKEN = -1, -3
@@ -58,40 +61,46 @@ class NativeHeads:
         found = [_stage(*parts) for parts in zip(head.emb, head.proj, head.head, strict=True)]
         return None if any(stage is None for stage in found) else [stage for stage in found if stage is not None]
 
-    def chain(self, hidden_1H: Tensor, token: int, k: int, choose: Callable[[int, float, Tensor], int | None]) -> None:
-        logits_1D, failed = self._logits_RD[:1, : self._known], list[BaseException]()
+    def chains(self, hidden_BH: Tensor, tokens: Sequence[int], k: int, choose: Choose) -> None:
+        failed = list[BaseException]()
 
-        def told(_: int, best: int, probability: float) -> int:
+        def told(chain: int, row: int, best: int, probability: float) -> int:
             try:
-                place = choose(best, probability, logits_1D)
+                logits_1D = self._logits_RD[row : row + 1, : self._known]
+                place = None if failed else choose(chain, best, probability, logits_1D)
             except BaseException as error:  # noqa: BLE001 (nothing may cross the C frames)
                 failed.append(error)
                 return -1
             return -1 if place is None else place
 
-        self._draft(hidden_1H, token, [1] * k, told)
+        self._draft(hidden_BH, tokens, [1] * k, told)
         if failed:
             raise failed[0]
 
     def paths(self, hidden_1H: Tensor, token: int, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        levels = self._draft(hidden_1H, token, widths)
+        levels = self._draft(hidden_1H, [token], widths)
         most = len(levels[-1][0])
         tokens = [tokens_P.repeat_interleave(most // len(tokens_P)) for tokens_P, _ in levels]
         return torch.stack(tokens, 1), levels[-1][1]
 
     def _draft(
-        self, hidden_1H: Tensor, token: int, widths: Sequence[int], told: Callable[[int, int, float], int] | None = None
+        self,
+        hidden_BH: Tensor,
+        roots: Sequence[int],
+        widths: Sequence[int],
+        told: Callable[[int, int, int, float], int] | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Tokens and log-probabilities of all paths, level after level; of a chain `told` decides them."""
-        counts = [math.prod(widths[: i + 1]) for i in range(len(widths))]
+        """Tokens and log-probabilities of all paths, level after level; of chains `told` decides them."""
+        counts = [len(roots) * math.prod(widths[: i + 1]) for i in range(len(widths))]
         tokens, scores = torch.empty(sum(counts), dtype=torch.int64), torch.empty(sum(counts))
-        hidden, given = hidden_1H.to("cpu", torch.float32).contiguous(), (c_int32 * len(widths))(*widths)
+        hidden, given = hidden_BH.to("cpu", torch.float32).contiguous(), (c_int32 * len(widths))(*widths)
+        behind = hidden.data_ptr(), (c_int64 * len(roots))(*roots), len(roots)
         choose, out = CHOOSE(told) if told else CHOOSE(), (tokens.data_ptr(), scores.data_ptr())
-        status = self._lib.qspec_draft(self._handle, hidden.data_ptr(), token, given, len(widths), choose, *out)
+        status = self._lib.qspec_draft(self._handle, *behind, given, len(widths), choose, *out)
         if status == _FORKED:
             raise RuntimeError(FORKED)
         if status == _BAD_TOKEN:
-            raise IndexError(f"token {token} lies outside of the vocabulary")
+            raise IndexError(f"a token of {list(roots)} lies outside of the vocabulary")
         if status < 0:
             raise MemoryError("no memory for a proposal")
         return list(zip(tokens.split(counts), scores.split(counts), strict=True))

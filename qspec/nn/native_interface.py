@@ -117,7 +117,7 @@ class Heads(ctypes.Structure):
     ]
 
 
-CHOOSE = CFUNCTYPE(c_int32, c_int32, c_int32, c_float)
+CHOOSE = CFUNCTYPE(c_int32, c_int32, c_int32, c_int32, c_float)
 """`Choose` of native/model.h."""
 
 
@@ -189,7 +189,10 @@ def library() -> ctypes.CDLL:
         "qspec_forward": (c_int, [c_void_p, POINTER(Part), c_int, c_int, c_void_p, c_void_p, c_void_p]),
         "qspec_speculator": (c_void_p, [c_void_p, POINTER(Heads)]),
         "qspec_speculator_free": (None, [c_void_p]),
-        "qspec_draft": (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_int32), c_int, CHOOSE, c_void_p, c_void_p]),
+        "qspec_draft": (
+            c_int,
+            [c_void_p, c_void_p, POINTER(c_int64), c_int, POINTER(c_int32), c_int, CHOOSE, c_void_p, c_void_p],
+        ),
         "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
         "qspec_read": (c_float, [c_void_p, c_void_p, c_int64]),
     }

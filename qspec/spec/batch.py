@@ -15,7 +15,7 @@ from torch import Tensor
 from qspec.nn.lm import BatchLM, GreedyLM, torch_beside
 from qspec.numerics.trees import Parents
 from qspec.spec.draft_length import BatchLimited, Heuristic, Schedule
-from qspec.spec.request import Request, check_prompt
+from qspec.spec.request import Request, check_prompt, drafts
 from qspec.spec.types import Drafter, DraftLength, Generation, Proposal, Sampling, Verdict
 
 
@@ -121,7 +121,7 @@ def _request(
 def _step(active: dict[int, Request], forks: dict[int, BatchLM], emit: Callable[[int, list[int]], None]) -> None:
     """One pass for all requests that go on."""
     begin, requests = perf_counter(), list(active.values())
-    proposals = [request.draft() for request in requests]
+    proposals = drafts(requests)
     fed = perf_counter()
     tokens, parents = zip(*map(Request.rows, requests, proposals), strict=True)
     sequences = [forks[i] for i in active]

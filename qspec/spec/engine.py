@@ -11,7 +11,7 @@ import torch
 
 from qspec.nn.lm import LM, GreedyLM, torch_beside
 from qspec.spec.draft_length import Heuristic
-from qspec.spec.request import Request, check_prompt, tree_lm
+from qspec.spec.request import Request, check_prompt, drafts, tree_lm
 from qspec.spec.types import Drafter, DraftLength, Generation, Proposal, Sampling, Verdict
 
 
@@ -53,7 +53,7 @@ def generate(
 
 def _step(request: Request, likeliest: GreedyLM | None, emit: Callable[[list[int]], None]) -> None:
     begin = perf_counter()
-    proposal = request.draft()
+    (proposal,) = drafts([request])
     fed = perf_counter()
     verdict = _verify(request, proposal, likeliest)
     t_verify = perf_counter() - fed

@@ -4,7 +4,7 @@ After every step the target's cache holds the committed tokens except the newest
 of its drafts.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -15,8 +15,10 @@ from qspec.errors import RecipeError
 from qspec.nn.lm import LM, TreeLM
 from qspec.numerics.trees import Parents, children, depths, under_root
 from qspec.numerics.verify import verify_best, verify_sampling, verify_tree_best, verify_tree_sampling
+from qspec.spec.together import propose_together
 from qspec.spec.types import (
     NOTHING,
+    Ask,
     Drafter,
     DraftLength,
     Follower,
@@ -61,15 +63,21 @@ class Request:
         self._first = self._newest = perf_counter()
         return self.context[-1:]
 
-    def draft(self) -> Proposal:
-        """Drafts that may all stand without passing the end, and whose rows fit into the target's cache."""
-        room = self.target.max_length - self.target.length - 1
-        k = min(self.policy.next(), self.end - len(self.context) - 1, room)
+    def ask(self) -> tuple[Drafter, Ask] | None:
+        """What is to be drafted for the coming step, and by whom; None: nothing."""
+        k = min(self.policy.next(), self.end - len(self.context) - 1, self._room)
         if self.drafter is None or k < 1:
-            return NOTHING
-        proposal = self.drafter.propose(self.context, k, self.sampling, self.generator, self.policy.judge())
+            return None
+        return self.drafter, Ask(self.context, k, self.sampling, self.generator, self.policy.judge())
+
+    def fitted(self, proposal: Proposal, k: int) -> Proposal:
+        """As many nodes of a proposal, at most `k` deep, as there is room for."""
         assert _depth(proposal) <= k, "a drafter proposed more than it was asked for"
-        return proposal if proposal.is_chain else _first_nodes(proposal, room)
+        return proposal if proposal.is_chain else _first_nodes(proposal, self._room)
+
+    @property
+    def _room(self) -> int:
+        return self.target.max_length - self.target.length - 1
 
     def rows(self, proposal: Proposal) -> tuple[Tensor, Parents | None]:
         """What the target reads: the newest token, and drafts behind it; parents if they are a tree."""
@@ -126,6 +134,13 @@ class Request:
     def _until_eos(self, tokens: list[int]) -> list[int]:
         stop = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
         return tokens[:stop]
+
+
+def drafts(requests: Sequence[Request]) -> list[Proposal]:
+    """Of each, drafts that may all stand without passing its end, and whose rows fit into the target's cache."""
+    asked = {i: ask for i, request in enumerate(requests) if (ask := request.ask()) is not None}
+    found = dict(zip(asked, propose_together(list(asked.values())), strict=True))
+    return [r.fitted(found[i], asked[i][1].k) if i in found else NOTHING for i, r in enumerate(requests)]
 
 
 def check_prompt(prompt: list[int], max_length: int) -> None:

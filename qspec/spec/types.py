@@ -1,8 +1,9 @@
 """What drafters, verification and the engine say to each other."""
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 import math
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -127,6 +128,28 @@ class Drafter(Protocol):
 
     def reset(self) -> None:
         """Forget the sequence (a new request starts)."""
+
+
+class Ask(NamedTuple):
+    """The arguments of `Drafter.propose`."""
+
+    context: list[int]
+    k: int
+    sampling: Sampling
+    generator: torch.Generator
+    more: More | None = None
+
+
+@runtime_checkable
+class BatchDrafter(Drafter, Protocol):
+    """One whose kind drafts for several requests in passes that they share (`together`)."""
+
+    def group(self) -> Hashable:
+        """Of one kind, drafters of equal groups draft together."""
+
+    @classmethod
+    def propose_many(cls, drafters: Sequence[Self], asks: Sequence[Ask]) -> list[Proposal]:
+        """`propose` of each of a group, as it would answer alone; `seconds` are shares of the time that all took."""
 
 
 @runtime_checkable

@@ -47,9 +47,10 @@ class DraftPiece:
     per_token: bool = False
 
     def seconds_of(self, drafted: int, unread: int, text: int, batch: int) -> float:
-        """Of all passes of one step's drafts, for `batch` sequences one after the other where there is no model.
+        """Of all passes of one step's drafts.
 
-        The first round of a request reads the prompt in its first pass.
+        The first round of a request reads the prompt in its first pass. Without a model `batch` sequences cost so many
+        times one: of heads, which draft for all in one pass a token, that is an upper bound.
         """
         if self.law is None:
             return batch * self.seconds * (drafted if self.per_token else 1)

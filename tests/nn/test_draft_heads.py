@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qspec.nn.draft_heads import EagerHeads, draft_heads
+from qspec.nn.draft_heads import DraftHeads, EagerHeads, draft_heads
 from qspec.nn.int8_map import Int8Map
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize, swap_linears
 from qspec.nn.native import NativeDecoder
@@ -64,17 +64,51 @@ def test_chains_equal_their_twin(size: tuple[int, int, int, int], tie: bool, sha
         for heads in both(head, spared=3):
             heard: list[tuple[int, float, Tensor]] = []
 
-            def choose(best, probability, logits_1D, heard=heard, taken=taken):
+            def choose(_, best, probability, logits_1D, heard=heard, taken=taken):
                 heard.append((best, probability, logits_1D.clone()))
                 return int(logits_1D.topk(3).indices[0, taken])
 
-            heads.chain(hidden_1H, size[1] - 1, 3, choose)
+            heads.chains(hidden_1H, [size[1] - 1], 3, choose)
             told.append(heard)
         for (best, p, logits), (best_too, p_too, logits_too) in zip(*told, strict=True):
             # the last bits of a norm can move an input to the next of 127 steps
             torch.testing.assert_close(logits, logits_too, rtol=0, atol=0.02 * float(logits.abs().max()))
             assert (best, p) == (best_too, pytest.approx(p_too, rel=0.05))
             assert int(logits.argmax()) == best
+
+
+Heard = dict[int, list[tuple[int, float, Tensor]]]
+
+
+def heard_of(heads: DraftHeads, hidden_BH: Tensor, tokens: list[int], numbers: list[int]) -> Heard:
+    """What chains are told that draw different tokens and end behind none to three of them, by their numbers."""
+    heard: Heard = {i: [] for i in numbers}
+
+    def choose(i: int, best: int, probability: float, logits_1D: Tensor) -> int | None:
+        told = heard[numbers[i]]
+        told.append((best, probability, logits_1D.clone()))
+        return None if len(told) > numbers[i] % 4 else int(logits_1D.topk(3).indices[0, numbers[i] % 3])
+
+    heads.chains(hidden_BH, tokens, 3, choose)
+    return heard
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_chains_together_equal_chains_alone(size: tuple[int, int, int, int]) -> None:
+    """Catches a chain that goes on behind another's state, token or logits, where others have ended or fill a block."""
+    generator, numbers = torch.Generator().manual_seed(3), list(range(11))  # more than the core's eight rows
+    hidden_BH = torch.randn(len(numbers), size[0], generator=generator)
+    tokens = torch.randint(size[1], (len(numbers),), generator=generator).tolist()
+    for heads, tolerance in zip(both(int8_head(size, True, True, torch.bfloat16), spared=3), (0.02, 0.0), strict=True):
+        together = heard_of(heads, hidden_BH, tokens, numbers)
+        assert [len(together[i]) for i in numbers] == [min(i % 4 + 1, 3) for i in numbers]
+        for i in numbers:
+            alone = heard_of(heads, hidden_BH[i : i + 1], tokens[i : i + 1], [i])[i]
+            for (best, p, logits_1D), (best_too, p_too, logits_too) in zip(together[i], alone, strict=True):
+                spread = tolerance * float(logits_too.abs().max())
+                # the last bits of torch's norms may depend on the rows, and move an input to the next of 127 steps
+                torch.testing.assert_close(logits_1D, logits_too, rtol=0, atol=spread)
+                assert (best, p) == (best_too, pytest.approx(p_too, abs=tolerance))
 
 
 @pytest.mark.parametrize("widths", [(5, 4, 3), (1, 3), (9,), (3, 1, 2)])
@@ -95,20 +129,20 @@ def test_who_stops_and_who_raises_is_heard() -> None:
     _, heads = both(int8_head(SIZES[1], False, True, torch.float32))
     asked: list[int] = []
 
-    def stop(best: int, probability: float, logits_1D: Tensor) -> int | None:
+    def stop(_: int, best: int, probability: float, logits_1D: Tensor) -> int | None:
         asked.append(best)
         return None if len(asked) == 2 else best
 
-    heads.chain(torch.zeros(1, 40), 0, 3, stop)
+    heads.chains(torch.zeros(1, 40), [0], 3, stop)
     assert len(asked) == 2
 
-    def fail(best: int, probability: float, logits_1D: Tensor) -> int | None:
+    def fail(_: int, best: int, probability: float, logits_1D: Tensor) -> int | None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        heads.chain(torch.zeros(1, 40), 0, 3, fail)
+        heads.chains(torch.zeros(2, 40), [0, 1], 3, fail)
     with pytest.raises(IndexError, match="301"):
-        heads.chain(torch.zeros(1, 40), 301, 3, stop)
+        heads.chains(torch.zeros(2, 40), [0, 301], 3, stop)
 
 
 def test_heads_in_float_stay_on_torch() -> None:

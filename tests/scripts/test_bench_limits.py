@@ -21,7 +21,7 @@ def _row(arm: str, batch: int, speedup: float, shape: str = "64-32", **drafted: 
 
 
 def test_predictions_know_the_smallest_batch_only() -> None:
-    """Catches a draft made once for all requests, rows that forget the newest token, and a cell's own tokens."""
+    """Catches a draft counted once for all requests, rows that forget the newest token, and a cell's own tokens."""
     drafted = {"nodes_per_step": 3.0, "draft_ms": 2.0}
     rows = [
         _row("plain", 1, 1.0),

@@ -1,5 +1,6 @@
 """Two drafters for one target: a lookup that costs nothing, and a model where it finds nothing that pays."""
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -7,7 +8,8 @@ import torch
 
 from qspec.nn.lm import LM
 from qspec.spec.drafters.suffix import SuffixDrafter
-from qspec.spec.types import NOTHING, Drafter, Follower, More, Proposal, Sampling
+from qspec.spec.together import propose_together
+from qspec.spec.types import NOTHING, Ask, Drafter, Follower, More, Proposal, Sampling
 
 LOOKUP, MODEL = "lookup", "model"
 
@@ -26,6 +28,10 @@ class CombinedDrafter:
     def model(self) -> Drafter:
         return self._model
 
+    def group(self) -> Hashable:
+        """All: whose models draft together is for these to say."""
+        return None
+
     def follow(self, target: LM) -> None:
         """Show the target to the model, if that reads it."""
         if isinstance(self._model, Follower):
@@ -39,11 +45,23 @@ class CombinedDrafter:
         generator: torch.Generator,
         more: More | None = None,
     ) -> Proposal:
-        start, proposal, source = perf_counter(), NOTHING, LOOKUP
-        for name, drafter in ((LOOKUP, self._lookup), (MODEL, self._model)):
-            if not len(proposal.tokens_K) and (more is None or more.begins(name)):
-                proposal, source = drafter.propose(context, k, sampling, generator, more), name
-        return replace(proposal, seconds=perf_counter() - start, source=source)
+        return self.propose_many([self], [Ask(context, k, sampling, generator, more)])[0]
+
+    @classmethod
+    def propose_many(cls, drafters: Sequence["CombinedDrafter"], asks: Sequence[Ask]) -> list[Proposal]:
+        """Lookups are asked one after the other, models together."""
+        pairs = list(zip(drafters, asks, strict=True))
+        proposals = [drafter._looked_up(ask) for drafter, ask in pairs]
+        left = [i for i, ask in enumerate(asks) if not len(proposals[i].tokens_K) and _begins(ask, MODEL)]
+        made = propose_together([(drafters[i]._model, asks[i]) for i in left])
+        for i, proposal in zip(left, made, strict=True):
+            proposals[i] = replace(proposal, seconds=proposals[i].seconds + proposal.seconds, source=MODEL)
+        return proposals
+
+    def _looked_up(self, ask: Ask) -> Proposal:
+        start = perf_counter()
+        proposal = self._lookup.propose(*ask) if _begins(ask, LOOKUP) else NOTHING
+        return replace(proposal, seconds=perf_counter() - start, source=LOOKUP)
 
     def reset(self) -> None:
         self._lookup.reset()
@@ -54,3 +72,7 @@ class CombinedDrafter:
         if isinstance(self._lookup, SuffixDrafter):
             self._lookup.forget()
         self.reset()
+
+
+def _begins(ask: Ask, name: str) -> bool:
+    return ask.more is None or ask.more.begins(name)

@@ -15,7 +15,8 @@ from qspec.spec.drafters.combined import CombinedDrafter
 from qspec.spec.drafters.mlp import MlpDrafter
 from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.engine import generate
-from qspec.spec.types import Sampling
+from qspec.spec.together import propose_together
+from qspec.spec.types import Ask, Sampling
 from tests.spec.toys import TableLM, greedy, sequence_law, table
 
 V = 6
@@ -138,6 +139,90 @@ def test_batches_and_lookups():
     found = generate_batch(StatefulLM(TABLE), asked, Sampling(), ())
     assert [one.tokens for one in found] == [greedy(TABLE, prompt, 20) for prompt in prompts]
     assert any(step.source == "model" and step.accepted for one in found for step in one.steps)
+
+
+ASKED = [  # context, tokens, temperature, least confidence
+    ([0, 3, 1, 4], 3, 0.0, 0.0),
+    ([0, 5], 1, 0.8, 0.0),
+    ([0, 2, 0, 2, 1], 3, 0.8, 0.35),
+    ([0, 1, 1], 2, 1.5, 0.0),
+    ([0, 4], 3, 0.0, 0.9),
+]
+
+
+def asks() -> list[tuple[MlpDrafter, Ask]]:
+    """Requests that differ in everything, behind targets that have read their contexts."""
+    found = []
+    for i, (context, k, temperature, least) in enumerate(ASKED):
+        target, drafter = StatefulLM(TABLE), MlpDrafter(HEAD, eos_ids=[2])
+        target.forward(torch.tensor(context[:-1]))
+        drafter.follow(target)
+        generator = torch.Generator().manual_seed(i)
+        found.append((drafter, Ask(context, k, Sampling(temperature), generator, Least(least))))
+    return found
+
+
+class Least:
+    """Wants tokens of at least some confidence, and counts what it was asked."""
+
+    def __init__(self, least: float) -> None:
+        self.least, self.asked = least, 0
+
+    def begins(self, name: str) -> bool:
+        return True
+
+    def __call__(self, confidence: float) -> bool:
+        self.asked += 1
+        return confidence >= self.least
+
+
+def test_drafts_together_are_those_of_one_by_one():
+    """Would catch a request that drafts by another's state, sampling, randomness or limits, or is stopped by its no."""
+    alone = [drafter.propose(*ask) for drafter, ask in asks()]
+    together = propose_together(asks())
+    assert len({len(one.tokens_K) for one in alone}) > 2
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens_K.tolist() == other.tokens_K.tolist()
+        assert (one.probs_KV is None) == (other.probs_KV is None)
+        if one.probs_KV is not None:
+            torch.testing.assert_close(one.probs_KV, other.probs_KV)
+
+
+def test_a_batch_asks_the_head_once_per_depth(monkeypatch):
+    """Would catch heads that are read for one request after the other, and stages that nobody waits for."""
+    rows: list[tuple[int, int]] = []
+
+    def advance(head, i, state, tokens):
+        rows.append((i, len(tokens)))
+        return real(head, i, state, tokens)
+
+    real = MLPSpeculator.advance
+    monkeypatch.setattr(MLPSpeculator, "advance", advance)
+    asked = asks()
+    made = propose_together(asked)
+    stages = [ask.more.asked for _, ask in asked]
+    assert rows == [(i, sum(n > i for n in stages)) for i in range(3)]
+    assert all(proposal.seconds > 0 for proposal in made)
+
+
+def test_requests_of_a_batch_draw_from_their_laws_apart():
+    """Would catch a draft drawn with another request's numbers, or from its law: tokens would depend on each other."""
+    texts, hot, n = [[1, 2], [4]], Sampling(1.0), 500
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    drawn = Counter[tuple[int, int]]()
+    for _ in range(n):
+        batch = [Prompt(text, 2, g, MlpDrafter(HEAD), Fixed(1)) for text, g in zip(texts, generators, strict=True)]
+        first, second = generate_batch(StatefulLM(table(9, V)), batch, hot, ())
+        drawn[first.tokens[1], second.tokens[1]] += 1
+    laws = [Counter[int]() for _ in texts]
+    for law, text in zip(laws, texts, strict=True):
+        for path, p in sequence_law(table(9, V), hot, text, 2).items():
+            law[path[1]] += p
+    expected = {(a, b): n * p * q for a, p in laws[0].items() for b, q in laws[1].items()}
+    likely = [pair for pair, count in expected.items() if count >= 5]
+    rest = n - sum(expected[pair] for pair in likely), n - sum(drawn[pair] for pair in likely)
+    counts = [[expected[pair] for pair in likely] + [rest[0]], [drawn[pair] for pair in likely] + [rest[1]]]
+    assert chisquare(counts[1], counts[0]).pvalue > 1e-4  # one false alarm in 10^4 seeds; the seeds are fixed
 
 
 def test_targets_without_states_are_refused():

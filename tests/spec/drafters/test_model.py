@@ -1,11 +1,15 @@
 """Draft models: what they propose and what their cache holds."""
 
+from collections.abc import Iterator
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor
 
-from qspec.spec.drafters.model import ModelDrafter
-from qspec.spec.types import Proposal, Sampling
+from qspec.spec.drafters.model import FEW, ModelDrafter
+from qspec.spec.together import propose_together
+from qspec.spec.types import Ask, Drafter, More, Proposal, Sampling
 from tests.spec.toys import TableLM, greedy, table
 
 TABLE = table(4, 6)
@@ -79,6 +83,72 @@ def test_every_draft_token_has_its_own_uniform_number() -> None:
     tokens = propose(ModelDrafter(TableLM(torch.zeros(6, 6, 6))), [2, 5], 8, Sampling(temperature=1.0)).tokens_K
     uniforms_K = torch.rand(8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     assert tokens.tolist() == (6 * uniforms_K).floor().tolist()
+
+
+class Counted(TableLM):
+    """Notes the rows of every shared pass."""
+
+    passes: ClassVar[list[list[int]]] = []
+
+    @classmethod
+    def forward_many(cls, sequences, tokens, parents):  # type: ignore[no-untyped-def]
+        cls.passes.append([len(tokens_T) for tokens_T in tokens])
+        return super().forward_many(sequences, tokens, parents)
+
+
+CONTEXTS = [[2, 5], [1] * (FEW + 1), [3], [4, 4, 0]]
+
+
+def asked(drafters: list[ModelDrafter], seed: int = 0) -> list[tuple[Drafter, Ask]]:
+    """Requests of their own lengths, sampling and randomness; the last wants two tokens of three."""
+    answers = iter([True, True, False])
+    more: list[More | None] = [None, None, None, Script(answers)]
+    terms = zip(CONTEXTS, (3, 2, 1, 3), (GREEDY, HOT, HOT, Sampling(0.3)), more, strict=True)
+    return [
+        (drafter, Ask(context, k, sampling, torch.Generator().manual_seed(seed + i), judge))
+        for i, (drafter, (context, k, sampling, judge)) in enumerate(zip(drafters, terms, strict=True))
+    ]
+
+
+class Script:
+    """Wants what it is told to."""
+
+    def __init__(self, answers: Iterator[bool]) -> None:
+        self._answers = answers
+
+    def begins(self, name: str) -> bool:
+        return True
+
+    def __call__(self, confidence: float) -> bool:
+        return next(self._answers)
+
+
+def test_drafts_of_a_batch_share_passes_and_are_those_of_one_by_one() -> None:
+    """Catches a pass for each request, one kept waiting by another, and prompts whose every row gets logits."""
+    drafters = [ModelDrafter(Counted(TABLE)) for _ in CONTEXTS]
+    Counted.passes = []
+    first = propose_together(asked(drafters))
+    assert Counted.passes == [[2, 1, 3], [1, 1, 1], [1, 1]]  # the long prompt alone; three, two and one tokens
+    again = propose_together(asked(drafters, 9))  # from caches that hold drafts
+    lms = [ModelDrafter(TableLM(TABLE)) for _ in CONTEXTS]
+    for made, seed in ((first, 0), (again, 9)):
+        alone = [drafter.propose(*ask) for drafter, ask in asked(lms, seed)]
+        assert [one.tokens_K.tolist() for one in made] == [one.tokens_K.tolist() for one in alone]
+        assert [len(one.tokens_K) for one in made] == [3, 2, 1, 2]
+        for one, other in zip(made, alone, strict=True):
+            assert (one.probs_KV is None) == (other.probs_KV is None)
+            assert one.probs_KV is None or torch.equal(one.probs_KV, other.probs_KV)
+    assert [d.lm.tokens for d in drafters] == [d.lm.tokens for d in lms]
+
+
+def test_models_of_different_weights_draft_apart() -> None:
+    """Catches one draft model asked for the tokens of another."""
+    other = table(5, 6)
+    drafters = [ModelDrafter(Counted(TABLE)), ModelDrafter(Counted(other))]
+    Counted.passes = []
+    made = propose_together([(d, Ask([2, 5], 3, GREEDY, torch.Generator())) for d in drafters])
+    assert [one.tokens_K.tolist() for one in made] == [greedy(t, [2, 5], 3) for t in (TABLE, other)]
+    assert Counted.passes == []
 
 
 def test_drafts_only_what_its_cache_can_hold() -> None:
