@@ -71,32 +71,32 @@ def joined_rows(members: Sequence[QLinear]) -> QLinear:
 
 
 def taken_rows(linear: QLinear, start: int, stop: int) -> QLinear:
-    """Rows of a layer without bias, as a layer of its own: inverse of `joined_rows`."""
-    assert linear.bias is None
-    weight, tile = linear.weight, 1
-    if isinstance(weight.granularity, PerBlock):
-        tile = weight.granularity.rows
+    """Rows of a layer, as a layer of its own: inverse of `joined_rows`."""
+    granularity, tile = linear.weight.granularity, 1
+    if isinstance(granularity, PerBlock):
+        tile = granularity.rows
         assert start % tile == 0, "rows start inside a tile"
-    scale, zero, rows = weight.scale, weight.zero_point, slice(start // tile, -(-stop // tile))
-    if not isinstance(weight.granularity, PerTensor):
-        scale, zero = scale[rows], zero[rows] if zero is not None else None
-    part = QTensor(weight.codes[start:stop], scale, zero, weight.fmt, weight.granularity)
     outliers = linear.outliers.row_range(start, stop) if linear.outliers is not None else None
-    return replace(linear, weight=part, outliers=outliers)
+    return _rows(linear, slice(start, stop), slice(start // tile, -(-stop // tile)), outliers)
 
 
 def picked_rows(linear: QLinear, rows_D: Tensor) -> QLinear:
     """Any rows of a layer, as a layer of its own; its scales must not be those of tiles of rows."""
-    weight, scale, zero = linear.weight, linear.weight.scale, linear.weight.zero_point
-    assert not isinstance(weight.granularity, PerBlock), "tiles of rows share a scale"
-    if not isinstance(weight.granularity, PerTensor):
-        scale, zero = scale[rows_D], zero[rows_D] if zero is not None else None
-    codes = weight.codes.view(torch.uint8)[rows_D].view(weight.codes.dtype)
-    part = QTensor(codes, scale, zero, weight.fmt, weight.granularity)
-    outliers, bias_N = linear.outliers, linear.bias
+    assert not isinstance(linear.weight.granularity, PerBlock), "tiles of rows share a scale"
+    outliers = linear.outliers
     if outliers is not None:
         outliers = concatenated([outliers.row_range(row, row + 1) for row in rows_D.tolist()])
-    return replace(linear, weight=part, outliers=outliers, bias=bias_N[rows_D] if bias_N is not None else None)
+    return _rows(linear, rows_D, rows_D, outliers)
+
+
+def _rows(linear: QLinear, rows: slice | Tensor, scales: slice | Tensor, outliers: SparseMatrix | None) -> QLinear:
+    """A layer of `rows`, and `scales` where rows have their own; a slice copies nothing."""
+    weight, scale, zero, bias_N = linear.weight, linear.weight.scale, linear.weight.zero_point, linear.bias
+    if not isinstance(weight.granularity, PerTensor):
+        scale, zero = scale[scales], zero[scales] if zero is not None else None
+    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)
+    part = QTensor(codes, scale, zero, weight.fmt, weight.granularity)
+    return replace(linear, weight=part, outliers=outliers, bias=bias_N[rows] if bias_N is not None else None)
 
 
 def _cat_outliers(members: Sequence[QLinear]) -> SparseMatrix | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qspec.nn.decoder import EXACT_ROWS
-from qspec.nn.linear import merged_linear
+from qspec.nn.linear import merged_linear, picked_rows, taken_rows
 from qspec.numerics.affine import quantize_weight
 from qspec.numerics.outliers import split
 from qspec.ops.cpu import SparseLinear
@@ -101,3 +101,17 @@ def test_reduced_precision_inputs_come_back_as_they_were() -> None:
     """Would catch a float32 result in a bfloat16 model, or a sum that is rounded before it is added."""
     linear, _ = layer(32, "W8A8", 2.0)
     assert merged_linear([linear], [None], torch.bfloat16)(inputs(3).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("share", [0.0, 2.0])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_rows_in_a_range_are_the_same_rows_picked(name: str, share: float) -> None:
+    """Would catch a range with scales, outliers or a bias of other rows than it has codes of."""
+    linear = replace(layer(32, name, share)[0], bias=torch.arange(32.0))
+    for part in (taken_rows(linear, 8, 20), picked_rows(linear, torch.arange(8, 20))):
+        assert torch.equal(part.weight.dequantize(), linear.weight.dequantize()[8:20])
+        assert part.bias is not None
+        assert torch.equal(part.bias, torch.arange(8.0, 20.0))
+        if linear.outliers is not None:
+            assert part.outliers is not None
+            assert torch.equal(part.outliers.dense(), linear.outliers.dense()[8:20])
