@@ -68,7 +68,7 @@ class Confidence:
     def __init__(self, k: int = 5, max_k: int = 16, threshold: float = 0.4) -> None:
         self._k, self._max = k, max_k
         self._memory = History(lambda: _Threshold(threshold))
-        self._stated = False
+        self._stating = set[str]()  # drafters that state their confidence
         self.reset()
 
     @property
@@ -76,33 +76,38 @@ class Confidence:
         return self._now.value
 
     def next(self) -> int:
-        return self._max if self._stated else self._k
+        return self._max if self._stating else self._k
+
+    def most(self, name: str) -> int:
+        """Tokens that this one of several drafters may draft."""
+        return self._max if name in self._stating else self._k
 
     def judge(self) -> More:
-        self._doubt = _Doubt(self._now.value)
+        self._doubt = _Doubt(self._now.value, self.most)
         return self._doubt
 
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
         if drafted:
             confidences = self._doubt.confidences
-            self._stated = bool(confidences)
+            if confidences:
+                self._stating.add(self._doubt.name)
             self._now.add(confidences[: min(drafted, accepted + 1)], accepted)
 
     def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
         self._now = self._memory.of(domain)
-        self._doubt = _Doubt(self._now.value)
+        self._doubt = _Doubt(self._now.value, self.most)
 
 
 class _Doubt:
     """Ends a draft behind the first token below a threshold: that one stays, to be tested."""
 
-    def __init__(self, threshold: float) -> None:
-        self._threshold, self._sure = threshold, True
-        self.confidences: list[float] = []
+    def __init__(self, threshold: float, most: Callable[[str], int]) -> None:
+        self._threshold, self._most, self._sure = threshold, most, True
+        self.name, self.confidences = "", list[float]()
 
-    def begins(self, name: str) -> bool:
-        self._sure, self.confidences = True, []
-        return True
+    def begins(self, name: str) -> int:
+        self.name, self._sure, self.confidences = name, True, []
+        return self._most(name)
 
     def __call__(self, confidence: float) -> bool:
         wanted, self._sure = self._sure, confidence >= self._threshold

@@ -17,6 +17,7 @@ POSITION_WEIGHT = 4.0
 """Tested tokens that the rate of all positions is worth to one of them, and a stated confidence to its own record."""
 BINS = 10
 HELD_UP = 2.0
+"""Times what is expected of a pass, or of a step, above which the machine slept or was busy with something else."""
 WINDOW = 9
 """Timings that a median is taken of."""
 AGE = 32

@@ -3,7 +3,7 @@
 from math import ceil, inf
 
 from qspec.spec.account import FIRST_WAIT, LOOK
-from qspec.spec.history import History, VerifyTimes
+from qspec.spec.history import HELD_UP, History, VerifyTimes
 from qspec.spec.source import FIRST_LENGTH, Source
 from qspec.spec.types import More
 
@@ -11,8 +11,6 @@ SHARE = 0.01
 """Of all decoding time, what drafts may lose beyond what they have saved before they are tried again."""
 FIRST_PLAIN, PLAIN_EVERY, PLAIN_RARELY = 3, 16, 128
 """Plain steps before the first draft; steps with drafts after which one is timed again, for each that is known."""
-OUTLIER = 2.0
-"""Times the expected seconds of a step, above which the machine was busy with something else."""
 OFTEN, RARELY = 64, 8
 """First steps with drafts, each of which seconds of passes are told anew behind; then every so many."""
 LATELY = 0.99
@@ -73,7 +71,7 @@ class Optimal:
         if not self._sources:
             return min(self._k, FIRST_LENGTH)
         self._open = [source for source in self._sources.values() if self._may_draft(source)]
-        return max([self._max if source.stated else source.best for source in self._open], default=0)
+        return max(map(self.most, self._open), default=0)
 
     def judge(self) -> More:
         return self._judge
@@ -101,8 +99,11 @@ class Optimal:
             self._open.append(self._sources[name])
         return self._sources[name]
 
-    def is_open(self, source: Source) -> bool:
-        return source in self._open
+    def most(self, source: Source) -> int:
+        """Tokens that it may draft: one that states its confidence finds its length itself."""
+        if source not in self._open:
+            return 0
+        return self._max if source.stated else source.best
 
     def price(self, source: Source, n: int) -> float:
         """Chance to stand that its n-th draft token is to have: what its seconds would bring at the present speed."""
@@ -165,7 +166,7 @@ class Optimal:
             self._verify_times.add(drafted + 1, t_verify)
             self._plan(source)
         if self._verify[0]:
-            seconds = min(seconds, OUTLIER * expected) if known else seconds
+            seconds = min(seconds, HELD_UP * expected) if known else seconds
             self._book(source, (accepted + 1) * self._verify[0] - seconds, invested, silent)
 
     def _plan(self, source: Source) -> None:
@@ -197,12 +198,12 @@ class _Judge:
         self.source: Source | None = None
         self.named, self.confidences, self._stands = False, list[float](), 1.0
 
-    def begins(self, name: str) -> bool:
+    def begins(self, name: str) -> int:
         self.named, source = True, self._policy.source(name)
-        if not self._policy.is_open(source):
-            return False
-        self.source, self.confidences, self._stands = source, [], 1.0
-        return True
+        most = self._policy.most(source)
+        if most:
+            self.source, self.confidences, self._stands = source, [], 1.0
+        return most
 
     def __call__(self, confidence: float) -> bool:
         if self.source is None:

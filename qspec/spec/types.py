@@ -103,8 +103,8 @@ class More(Protocol):
         Asked before a token is drawn: leaving one out for what it is would bias the output law.
         """
 
-    def begins(self, name: str) -> bool:
-        """Whether that one of several drafters may draft: what is asked from here on, it asks."""
+    def begins(self, name: str) -> int:
+        """Most tokens that this one of several drafters may draft, 0 for none: what is asked from here on, it asks."""
 
 
 class Drafter(Protocol):

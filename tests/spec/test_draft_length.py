@@ -88,6 +88,18 @@ def test_threshold_moves_to_where_acceptance_ends() -> None:
     assert 0.1 < policy.threshold <= 0.3
 
 
+def test_of_several_drafters_each_has_a_length_of_its_own() -> None:
+    """Catches a lookup that drafts the longest length because the model behind it states its confidence."""
+    policy = Confidence(3, 8)
+    for _ in range(2):
+        more = policy.judge()
+        assert more.begins("lookup") == 3
+        most = more.begins("model")
+        more(0.9)
+        policy.update(1, 1)
+    assert most == 8
+
+
 def test_thresholds_are_kept_by_domain() -> None:
     """Catches one kind of request that sets the threshold of another, or a threshold lost between requests."""
     policy = Confidence(4, 8, threshold=0.4)

@@ -256,3 +256,22 @@ def test_seconds_decide_and_not_the_number_of_steps() -> None:
     cheap: Callable[[], World] = lambda: World(0.02, 0.0, 0.6)  # noqa: E731
     assert longest(cheap()) > 3
     assert longest(World(0.02, 1.0, 0.6)) <= 1  # each further row costs a whole pass: only looks are left
+
+
+def test_a_lookup_beside_a_model_has_a_length_of_its_own() -> None:
+    """Catches a lookup that drafts to the longest length because the model behind it states its confidence."""
+    policy, source, lengths = Optimal(4, 16), Random(0), dict[str, list[int]](lookup=[], model=[])
+    for step in range(600):
+        name, alpha = ("lookup", 0.7) if step % 2 else ("model", 0.9)
+        k, more, stands = policy.next(), policy.judge(), list[bool]()
+        assert more is not None
+        allowed = min(k, more.begins("lookup")) if k else 0
+        if name == "model":
+            allowed = min(k, more.begins("model")) if k else 0
+        while len(stands) < allowed and (name == "lookup" or more(0.95)):
+            stands.append(source.random() < alpha)
+        accepted = ([*stands, False]).index(False)
+        policy.update(len(stands), accepted, 0.02 * len(stands), 1 + 0.3 * len(stands))
+        lengths[name].append(len(stands))
+    assert 1 <= max(lengths["lookup"][100:]) <= 5  # 2 bring most by formula: 2.19 tokens in 1.64 s
+    assert max(lengths["model"][100:]) > 5

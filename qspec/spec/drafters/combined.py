@@ -17,8 +17,8 @@ LOOKUP, MODEL = "lookup", "model"
 class CombinedDrafter:
     """Asks `lookup` first, and `model` where that drafts nothing: it found nothing, or `more` wanted nothing of it.
 
-    `more` may pass over each of them. It never sees what would be drafted, so the output law stays the target's.
-    Proposals say their source: `lookup` or `model`.
+    `more` may pass over each of them, or let it draft less. It never sees what would be drafted, so the output law
+    stays the target's. Proposals say their source: `lookup` or `model`.
     """
 
     def __init__(self, lookup: Drafter, model: Drafter) -> None:
@@ -52,15 +52,16 @@ class CombinedDrafter:
         """Lookups are asked one after the other, models together."""
         pairs = list(zip(drafters, asks, strict=True))
         proposals = [drafter._looked_up(ask) for drafter, ask in pairs]
-        left = [i for i, ask in enumerate(asks) if not len(proposals[i].tokens_K) and _begins(ask, MODEL)]
-        made = propose_together([(drafters[i]._model, asks[i]) for i in left])
+        silent = [i for i, proposal in enumerate(proposals) if not len(proposal.tokens_K)]
+        left = {i: allowed for i in silent if (allowed := _allowed(asks[i], MODEL)).k}
+        made = propose_together([(drafters[i]._model, allowed) for i, allowed in left.items()])
         for i, proposal in zip(left, made, strict=True):
             proposals[i] = replace(proposal, seconds=proposals[i].seconds + proposal.seconds, source=MODEL)
         return proposals
 
     def _looked_up(self, ask: Ask) -> Proposal:
-        start = perf_counter()
-        proposal = self._lookup.propose(*ask) if _begins(ask, LOOKUP) else NOTHING
+        start, allowed = perf_counter(), _allowed(ask, LOOKUP)
+        proposal = self._lookup.propose(*allowed) if allowed.k else NOTHING
         return replace(proposal, seconds=perf_counter() - start, source=LOOKUP)
 
     def reset(self) -> None:
@@ -74,5 +75,6 @@ class CombinedDrafter:
         self.reset()
 
 
-def _begins(ask: Ask, name: str) -> bool:
-    return ask.more is None or ask.more.begins(name)
+def _allowed(ask: Ask, name: str) -> Ask:
+    """What is asked, of at most as many tokens as `more` lets that drafter draft."""
+    return ask if ask.more is None else ask._replace(k=min(ask.k, ask.more.begins(name)))

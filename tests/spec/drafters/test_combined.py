@@ -16,12 +16,12 @@ TABLE = table(4, 6)
 class Asked:
     """Says which drafters may draft, and keeps what it was asked."""
 
-    def __init__(self, *may: str, least: float = 0.0) -> None:
-        self.may, self.least, self.heard = may, least, list[str | float]()
+    def __init__(self, *may: str, least: float = 0.0, most: int = 9) -> None:
+        self.may, self.least, self.most, self.heard = may, least, most, list[str | float]()
 
-    def begins(self, name: str) -> bool:
+    def begins(self, name: str) -> int:
         self.heard.append(name)
-        return name in self.may
+        return self.most if name in self.may else 0
 
     def __call__(self, confidence: float) -> bool:
         self.heard.append(confidence)
@@ -63,6 +63,15 @@ def test_each_drafts_only_where_it_may(
     proposal = drafter.propose([1, 2, 4, 1, 2], 1, Sampling(), torch.Generator(), more)
     drafted = {"lookup": [4] if least <= 0.5 else [], "model": [3]}[source] if source in may else []
     assert (proposal.tokens_K.tolist(), proposal.source, more.heard) == (drafted, source, heard)
+
+
+def test_each_drafts_as_much_as_it_may() -> None:
+    """Catches a lookup that drafts the longest length that any drafter may, whatever its own drafts are worth."""
+    drafter = CombinedDrafter(NgramDrafter(2, 3), ModelDrafter(TableLM(TABLE)))
+    drafter.reset()
+    for context in ([1, 2, 4, 1, 2], [1, 2, 4, 1, 2, 4, 5]):  # the lookup finds something, and nothing
+        more = Asked("lookup", "model", most=2)
+        assert len(drafter.propose(context, 5, Sampling(), torch.Generator(), more).tokens_K) == 2
 
 
 def test_reset_reaches_both() -> None:
