@@ -5,6 +5,7 @@ It pins libraries that qspec needs in other versions, so it is another interpret
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 import os
 from pathlib import Path
 import re
@@ -62,8 +63,9 @@ def server(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """An OpenAI-style server that is healthy within; stopped, with all its processes, at the end.
 
-    patience: seconds until it must answer. Raises `ServingError` if it ends before, or does not, and for an address
-    that is taken. A signal that would end this process ends the server first.
+    patience: seconds until it must answer. Raises `ServingError` if it does not, if it ends by itself, before or within
+    (who answers then is another one), and for an address that is taken. A signal that would end this process ends the
+    server first.
     """
     _require_free(host, port)
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
@@ -73,8 +75,15 @@ def server(
         try:
             _wait(process, f"http://{host}:{port}/health", patience)
             yield process
+            _require_alive(process)
         finally:
             _stop(process)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens at now."""
+    with socket.create_server((host, 0)) as found:
+        return int(found.getsockname()[1])
 
 
 def _require_free(host: str, port: int) -> None:
@@ -106,13 +115,20 @@ def _ending_as_interrupted() -> Iterator[None]:
 def _wait(process: subprocess.Popen[bytes], health: str, patience: float) -> None:
     opener, begin = build_opener(ProxyHandler({})), time.monotonic()
     while time.monotonic() - begin < patience:
-        if process.poll() is not None:
-            rule = f"ended with status {process.returncode} before it answered"
-            raise ServingError("vLLM", rule, "read its last lines above; `--print` shows the command")
-        with suppress(URLError, OSError), opener.open(health, timeout=5):
+        healthy = False
+        with suppress(URLError, OSError, HTTPException), opener.open(health, timeout=5):
+            healthy = True
+        _require_alive(process, " before it answered")  # who answers all the same has taken the port meanwhile
+        if healthy:
             return
         time.sleep(0.5)
     raise ServingError("vLLM", f"did not answer {health} within {patience:.0f} s", "give it longer: --patience")
+
+
+def _require_alive(process: subprocess.Popen[bytes], when: str = "") -> None:
+    if process.poll() is not None:
+        rule = f"ended with status {process.returncode}{when}"
+        raise ServingError("vLLM", rule, "read its last lines above; `--print` shows the command")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

