@@ -23,7 +23,7 @@ from qspec.stages.draft_vocab import require_limit
 from qspec.stages.duration import HalfCost, Step, steps
 from qspec.stages.footprint import Footprint, footprint, kv_window_bytes, mlp_footprint
 from qspec.stages.forecast import CONTEXT, Duo, rates
-from qspec.stages.load import locate, resolve_config
+from qspec.stages.load import Location, locate, resolve_config
 from qspec.stages.package import source_dtype
 from qspec.stages.prepare import prepared_arch
 from qspec.stages.transform import require_layers
@@ -35,6 +35,8 @@ STORED = 2
 """Bytes of a stored value where only a model's shape is known: nearly all models come in 16 bits."""
 MOST_PADDING = 1024
 """Head rows by which models of one tokenizer differ at most."""
+TRAINED = {"model": "/draft", "mlp_speculator": "/head"}
+"""Where `train-draft` puts a draft, by its kind, below its output folder."""
 
 
 @dataclass(frozen=True)
@@ -241,14 +243,17 @@ def head_rows(recipe: Recipe) -> int:
 
 
 def is_untrained(draft: ModelDraft | MlpDraft) -> bool:
-    """Whether a draft is to be made by training, and has not been; it is planned by the sizes that it will have."""
+    """Whether a draft is to be made by training, and has not been; it is planned by the sizes that it will have.
+
+    What ends as `train-draft` names its result is no Hub id without a revision, though `out/draft` looks like one.
+    """
     if draft.training is None or draft.model.startswith("package:"):
         return False
     try:
-        _locate(draft)
+        where = _locate(draft)
     except SourceError:
         return True
-    return False
+    return where.kind == "hub" and not draft.revision and draft.model.endswith(TRAINED[draft.kind])
 
 
 def require_trained(draft: Draft) -> None:
@@ -259,8 +264,8 @@ def require_trained(draft: Draft) -> None:
         _locate(draft)
 
 
-def _locate(draft: ModelDraft | MlpDraft) -> None:
-    locate(ModelSpec(model=draft.model, revision=draft.revision))
+def _locate(draft: ModelDraft | MlpDraft) -> Location:
+    return locate(ModelSpec(model=draft.model, revision=draft.revision))
 
 
 def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:

@@ -25,6 +25,7 @@ from qspec.stages.distill import FACTS
 from qspec.stages.draft_data import ANSWERS, Rollout, read_data
 from qspec.stages.head_data import split
 from qspec.stages.model_learner import ModelLearner, SequenceData
+from qspec.stages.planned import is_untrained
 from qspec.stages.preview import preview
 from qspec.stages.transform import keep_layers
 from tests.jobs import job, training_data
@@ -282,6 +283,25 @@ def test_what_cannot_be_made_is_refused(tmp_path, tiny):
     for layers in ([1, 0], [0, 0], []):
         with pytest.raises(ValueError, match="must name different layers in rising order; give those that should stay"):
             DistillSpec(layers=layers, positions=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "untrained"),
+    [
+        ({"model": "out/draft"}, True),
+        ({"kind": "mlp_speculator", "model": "out/head", "training": {"positions": 64}}, True),
+        ({"model": "org/name"}, False),
+        ({"model": "org/draft", "revision": "main"}, False),
+        ({"model": "made/draft"}, False),
+        ({"model": "out/draft", "training": None}, False),
+    ],
+)
+def test_a_path_that_looks_like_a_hub_id_is_known_by_its_end(tmp_path, monkeypatch, fields, untrained):
+    """Would catch `out/draft` asked of the Hub, where the sentence is due that it has to be trained first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made/draft").mkdir(parents=True)
+    given = {"kind": "model", "training": {"layers": 2, "positions": 64}} | fields
+    assert is_untrained(job(tmp_path, tmp_path, given).draft) == untrained
 
 
 def test_layers_are_chosen_anew_on_other_text(made):
