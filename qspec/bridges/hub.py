@@ -99,6 +99,10 @@ class HubStore(FolderStore):
         if self._repo.count("/") != 1:
             raise SourceError(address, "is no address of a repository", "give hf://org/name, or hf://org/name@revision")
 
+    def holds_others(self) -> bool:
+        """No: a new repository has files of the Hub's own, and what a commit replaces stays in its history."""
+        return False
+
     def write(self, items: Sequence[Item], identity: str, stale: Sequence[str]) -> Iterator[str]:
         """As `FolderStore.write`, all at once; large files that an interrupted attempt has sent are not sent again."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi

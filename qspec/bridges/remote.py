@@ -59,6 +59,11 @@ class FolderStore:
                 raise SourceError(f"{self.address}/{name}", f"is larger than {most:,} bytes", "give a pair")
             return bytes(self._fs.cat_file(self._at(name)))
 
+    def holds_others(self) -> bool:
+        """Whether files lie there that no attempt to write a pair has left."""
+        with _explained(self.address, OutputError):
+            return self._marker() is None and bool(self._fs.find(self._root))
+
     def fetch(self, name: str, size: int, to: Path) -> None:
         """Copy a file of `size` bytes to `to`; one that is missing, or of another size, is refused unread."""
         with _explained(self.address, SourceError):

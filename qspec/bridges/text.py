@@ -251,7 +251,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
 def _json_row(line: str, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
         raise SourceError(f"{path}, line {number}", "is no JSON object", "write one JSON object per line")
@@ -264,7 +264,8 @@ def _stream(name: str, remote: RemoteSet) -> Iterator[Row]:
         files = {"data_files": remote.file} if remote.file else {"name": remote.config}
         yield from _load_dataset(remote.path, split=remote.split, **files)
     except (OSError, ValueError, RuntimeError) as error:
-        rule = f"cannot be read from {remote.path} ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+        reason = " ".join(str(error).split())[:120]
+        rule = f"cannot be read from {remote.path} ({type(error).__name__}: {reason})"
         fix = "go online, or set QSPEC_DATA to a folder that holds its file, or name a local file"
         raise SourceError(f"data set {name}", rule, fix) from error
 

@@ -27,7 +27,7 @@ def _slot(node: Any, part: str, override: str) -> Any:
     """The key or index that `part` means in `node`."""
     if isinstance(node, dict):
         return part
-    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+    if isinstance(node, list) and part in map(str, range(len(node))):
         return int(part)
     what = f"a list of {len(node)}" if isinstance(node, list) else f"{node!r}"
     raise RecipeError(f"--set {override!r}", f"{part!r} leads into {what}", "set the whole value above it instead")

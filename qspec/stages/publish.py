@@ -43,6 +43,7 @@ def prepare(pair: Path, to: str, license: str | None = None, override: str | Non
         raise OutputError(to, f"lies in the pair, {pair}", "publish it elsewhere")
     check(pair)
     manifest, results = read_manifest(pair), measured(pair)
+    override = (override or "").strip()
     against = ["nothing was measured"] if results is None else [*blockers(results), *stale(manifest, results)]
     if against and not override:
         fix = 'mend it, or publish in spite of it: --despite "the reason", which the card will say'
@@ -68,6 +69,9 @@ def publish(publication: Publication, to: str, *, replace: bool = False, private
         return False
     if raw is not None and not replace:
         raise OutputError(to, "holds another pair", "publish to another address, or take its place with --replace")
+    if raw is None and store.holds_others():
+        rule = "holds other files, among which a pair would be lost and its card would be the README.md"
+        raise OutputError(to, rule, "publish to a folder of its own")
     stale = _listed(raw or b"") - {item.name for item in publication.items}
     for name in store.write(publication.items, publication.identity, sorted(stale)):
         told(name)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+import re
 import shlex
 
 from qspec.errors import PairError
@@ -76,7 +77,7 @@ def asked(more: Sequence[str], *names: str) -> int:
     for argument, behind in zip(more, [*more, ""][1:], strict=True):
         name, equals, value = argument.partition("=")
         number = value if equals else behind
-        if name.replace("_", "-") in names and number.isdigit():
+        if name.replace("_", "-") in names and re.fullmatch("[0-9]{1,9}", number):
             found = int(number)
     return found
 

@@ -202,6 +202,9 @@ def test_overrides_reach_new_null_and_listed_places(tmp_path: Path):
     recipe = Recipe.read(path, overrides)
     assert recipe.target.quantization.kv == KVSpec(granularity="head")
     assert (recipe.budget.max_kl, recipe.calibration.data[0].weight) == (0.001, 2.5)
+    for place in ("1", "²", "9" * 5000):  # the last two are digits that `int` refuses
+        with pytest.raises(RecipeError, match="leads into a list of 1"):
+            Recipe.read(path, (f"calibration.data.{place}.weight=2.5",))
 
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=12)

@@ -15,8 +15,8 @@ def test_sizes(text: str | int, count: int) -> None:
     assert parse_bytes(text, "limit") == count
 
 
-@pytest.mark.parametrize("text", ["", "MB", "-1MB", "2 GGB", "0", "nan", "0.1 B", "1 2 MB"])
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "2 GGB", "0", "nan", "0.1 B", "1 2 MB", "1e999", "1e30 TB"])
 def test_anything_else_is_refused(text: str) -> None:
-    """Catches a limit of nothing, and a unit that is ignored."""
+    """Catches a limit of nothing or of more than there can be, and a unit that is ignored."""
     with pytest.raises(RecipeError, match="is no size in memory"):
         parse_bytes(text, "limit")

@@ -158,6 +158,16 @@ def test_a_pair_is_not_published_into_itself(pair: Path) -> None:
     check(pair)
 
 
+def test_a_folder_of_other_files_is_left_alone(pair: Path, tmp_path: Path) -> None:
+    """Would catch the README.md of a project replaced by a pair's card, with the pair's files strewn beside it."""
+    (tmp_path / "README.md").write_text("mine")
+    for replace in (False, True):
+        with pytest.raises(OutputError, match="holds other files, among which"):
+            _publish(pair, str(tmp_path), replace=replace)
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
 def test_another_pair_is_replaced_only_when_asked_for(pair: Path, address: str, tmp_path: Path) -> None:
     """Would catch a published pair lost to a mistyped address, and files of the old one mixed with the new one's."""
     (tmp_path / "other").mkdir()

@@ -120,6 +120,12 @@ def test_heads_that_cannot_be_split_are_refused(pair: Path, given: list[str]) ->
         serving(pair, more=given)
 
 
+def test_what_is_no_number_is_left_to_the_server(pair: Path) -> None:
+    """Would catch a traceback of `int`, for digits that are none and for more of them than it takes."""
+    for given in ("²", "9" * 5000, "two"):
+        assert serving(pair, more=["-tp", given]).arguments[-1] == given
+
+
 def test_a_schedule_by_batch_is_in_the_servers_own_words(tmp_path: Path) -> None:
     """Would catch a schedule that stays in the manifest, and one that the server drops without a word."""
     length = {"policy": "fixed", "k": 3, "by_batch": [[1, 4, 3], [5, 32, 0]]}
