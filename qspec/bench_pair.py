@@ -5,7 +5,7 @@ from pathlib import Path
 from qspec.errors import PairError, SourceError
 from qspec.nn.cuda_decoder import CudaDecoder
 from qspec.nn.engines import engine_name
-from qspec.pipeline import Arms, Originals, make_parents, original_runs
+from qspec.pipeline import Arms, Originals, original_runs
 from qspec.progress import Progress
 from qspec.provenance import environment, staged_dir
 from qspec.records import LoadedModel
@@ -41,7 +41,6 @@ def bench_pair(
     manifest = read_manifest(pair)
     recipe = asked(Recipe.model_validate(manifest.recipe), overrides, "benchmark", "speculation")
     require_new(out)
-    make_parents(out)
     check(pair)
     with staged_dir(out) as part:
         progress.stage("load")

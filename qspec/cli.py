@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from io import TextIOWrapper
 import json
 import os
 from pathlib import Path
@@ -66,6 +68,8 @@ Overrides = Annotated[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 done, 2 refused (one line on stderr), 3 a gate missed, 130 interrupted."""
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal of few characters gets ? for the others, no traceback
+        sys.stdout.reconfigure(errors="replace")
     try:
         status = app(args=argv, prog_name="qspec", standalone_mode=False) or 0
         if sys.stdout is not None:
@@ -104,6 +108,22 @@ def _read_prompt(prompt: str) -> str:
     return text
 
 
+def _outside_pairs(out: Path | None) -> Path | None:
+    """The path of an output, refused in a pair: its files would no longer be those of its manifest."""
+    if out is not None:
+        from qspec.schema.manifest import NAME
+
+        path = Path(os.path.realpath(out))
+        for folder in (path, *path.parents):
+            if (folder / NAME).is_file() and (folder / "target").is_dir():
+                raise OutputError(str(out), f"lies in a pair, {folder}", "choose a place outside of it")
+    return out
+
+
+_output = partial(typer.Option, metavar="DIR", callback=_outside_pairs)
+"""An option whose value is written to."""
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"qspec {qspec.__version__}")
@@ -124,7 +144,7 @@ def _root(
 @app.command()
 def run(
     recipe: RecipeFile,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>.")] = None,
+    out: Annotated[Path | None, _output(help="Output folder; default runs/<recipe name>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in the same folder.")] = False,
     overrides: Overrides = None,
 ) -> None:
@@ -140,9 +160,7 @@ def run(
 @app.command(name="train-draft")
 def train_draft(
     recipe: RecipeFile,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>-head, or -draft.")
-    ] = None,
+    out: Annotated[Path | None, _output(help="Output folder; default runs/<recipe name>-head, or -draft.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Train the draft of a recipe, MLP speculator or model, on what its quantized target reads and writes.
@@ -161,7 +179,7 @@ def train_draft(
 @app.command()
 def quantize(
     model: Annotated[str, typer.Argument(help="Hub id, folder, *.gguf, package:…, as in a recipe.")],
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", callback=_outside_pairs, help="Folder to make.")],
     scheme: Annotated[str, typer.Option(help="W8A8, FP8, FP8_DYNAMIC, FP8_BLOCK, W4A16 or W4A8.")] = "W8A8",
     revision: Annotated[str | None, typer.Option(help="Commit, tag or branch of a Hub model.")] = None,
     overrides: Overrides = None,
@@ -216,7 +234,7 @@ def tune(
     recipe: RecipeFile,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Output folder; default runs/<recipe name>, with --device …-what-if."),
+        _output(help="Output folder; default runs/<recipe name>, with --device …-what-if."),
     ] = None,
     device: Annotated[
         str | None,
@@ -244,7 +262,7 @@ def tune(
         return
     folder = out or Path("runs") / job.name
     print(search(job, folder).why)
-    print(f"{folder}/recipe.yaml: the chosen pair; make it: qspec run {folder}/recipe.yaml")
+    print(f"{folder}/recipe.yaml: the chosen pair; make it: qspec run {folder}/recipe.yaml --out {folder}-chosen")
 
 
 @app.command()
@@ -271,7 +289,8 @@ def generate(
     if top_p == 0:
         raise RecipeError("--top-p 0", "keeps no token", "give more than 0, or 1 to switch it off")
     text = _read_prompt(prompt)
-    answer = qspec.load_pair(pair, memory_limit).generate(
+    opened = qspec.load_pair(pair, memory_limit)
+    answer = opened.generate(
         text,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -282,6 +301,9 @@ def generate(
         on_text=lambda text: print(text, end="", flush=True),
     )
     print()
+    if answer.generation.stopped == "context":
+        cut = _cut(max_new_tokens, opened.target.max_length, opened.model.arch.max_positions)
+        print(f"warning: {cut}", file=sys.stderr)
     print(_summary(answer.generation), file=sys.stderr)
 
 
@@ -302,6 +324,8 @@ def check(
     tokenizers, padding, sizes, context lengths, and the speedup that they allow; no weights are read.
     """
     if draft is not None:
+        if prove:
+            raise RecipeError("--prove", "runs a pair, and two models are none yet", "make the pair: qspec run")
         from qspec.stages.compatibility import compatibility
         from qspec.stages.preflight import raise_refused
 
@@ -329,7 +353,7 @@ def check(
 def evaluate(
     context: typer.Context,
     pair: PairFolder,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make, for results and report.")],
+    out: Annotated[Path, _output(help="Folder to make, for results and report.")],
     backend: Annotated[
         Literal["qspec", "hf", "vllm", "api"] | None,
         typer.Option(help="Who answers all tasks: qspec, hf, vllm or api. Default: as the recipe says."),
@@ -362,7 +386,7 @@ def evaluate(
 @app.command()
 def bench(
     pair: PairFolder,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make, for results and report.")],
+    out: Annotated[Path, _output(help="Folder to make, for results and report.")],
     no_original: Annotated[
         bool, typer.Option("--no-original", help="Without the unquantized model: it is neither read nor run.")
     ] = False,
@@ -395,7 +419,7 @@ def inspect(
     ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="A line for every layer too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, always with every layer.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with charts.")] = None,
+    html: Annotated[Path | None, _output(metavar="FILE", help="Also write a page with charts.")] = None,
     revision: Annotated[str | None, typer.Option(help="Commit, tag or branch of a Hub model.")] = None,
 ) -> None:
     """Look into a model before it is quantized, or into a pair after.
@@ -403,13 +427,13 @@ def inspect(
     A model: ranges, kurtosis and outlier channels of every linear layer, and the error that each scheme would make. A
     pair: formats, scales, saturated codes and bytes, and where its KV scales come from.
     """
-    from qspec.provenance import atomic_write
+    from qspec.provenance import atomic_write, require_file
     from qspec.stages import report_html, report_text
     from qspec.stages.inspect import as_data, inspect as look_into
     from qspec.stages.inspect_document import document
 
-    if html is not None and html.is_dir():
-        raise OutputError(f"--html {html}", "is a folder", "give the path of the page to write")
+    if html is not None:
+        require_file(html)
     view = look_into(reference, revision, calibrate)
     if html is not None:
         atomic_write(html, report_html.render(document(view, page=True)))
@@ -424,9 +448,7 @@ def report(
     pairs: Annotated[
         list[Path], typer.Argument(metavar="PAIR...", help="Folders of pairs or runs, or results.json files.")
     ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write report.html, .md, .csv and .json there.")
-    ] = None,
+    out: Annotated[Path | None, _output(help="Write report.html, .md, .csv and .json there.")] = None,
     against: Annotated[
         Path | None,
         typer.Option(
@@ -449,11 +471,14 @@ def report(
     recovery, score, kl, top1, perplexity_ratio, speedup, speculation, alpha, tokens_per_step, lossless, tokens_s,
     ttft_ms; .low and .high ask for an end of the interval.
     """
+    from qspec.provenance import require_writable
     from qspec.stages import report_data, report_text
     from qspec.stages.gate import MISSED
     from qspec.stages.report import write
     from qspec.stages.report_gated import gated
 
+    if out is not None:
+        require_writable(out)
     page, missed = gated(pairs, against, tuple(fail_if or ()), speed)
     print(report_data.as_json(page) if as_json else report_text.render(page), end="")
     if out is not None:
@@ -470,9 +495,7 @@ def sensitivity(
         list[float] | None,
         typer.Option(metavar="BITS", help="Budget: mean bits of a weight, scales included. Repeatable. Default 5, 6."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep the scores, or use those that the file keeps.")
-    ] = None,
+    out: Annotated[Path | None, _output(metavar="FILE", help="Keep the scores, or use those that it keeps.")] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, with every layer of every plan.")] = False,
 ) -> None:
@@ -481,11 +504,12 @@ def sensitivity(
     A model without a recipe is taken with 16 texts of 256 tokens and the usual candidates; --set changes any of it:
     --set target.quantization.mixed.metric=kl, --set calibration.samples=8.
     """
+    from qspec.provenance import require_file
     from qspec.stages import report_text
     from qspec.stages.sensitivity_view import as_data, document, look
 
-    if out is not None and out.is_dir():
-        raise OutputError(f"--out {out}", "is a folder", "give the path of the file to write")
+    if out is not None:
+        require_file(out)
     view = look(reference, tuple(bits or ()), tuple(overrides or ()), out)
     if as_json:
         print(json.dumps(as_data(view), indent=2, ensure_ascii=False, allow_nan=False))
@@ -562,7 +586,6 @@ def serve(
         print(f"http://{host}:{port}/v1: {pair} on vLLM {found}; Ctrl-C stops it", flush=True)
         while process.poll() is None:
             time.sleep(0.2)
-        raise vllm.ServingError("vLLM", f"ended with status {process.returncode}", "read its last lines above")
 
 
 def _serve_own(pair: Path, host: str, port: int, at_once: int, speculative: bool, of_vllm: list[str]) -> None:
@@ -611,7 +634,7 @@ def publish(
 @app.command()
 def pull(
     address: Annotated[str, typer.Argument(help="Where a pair was published: hf://org/name, a folder, s3://…")],
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", callback=_outside_pairs, help="Folder to make.")],
 ) -> None:
     """Fetch a published pair; every file is verified before anything of it is loaded. An interrupted pull goes on."""
     from qspec.stages import publish as stage
@@ -640,6 +663,13 @@ def _summary(generation: "Generation") -> str:
     return (
         f"{line}; {accepted} of {drafted} drafted tokens accepted ({accepted / drafted:.0%}), {per_step:.2f} per step"
     )
+
+
+def _cut(asked: int, limit: int, most: int) -> str:
+    """One line on an answer that the cache of `limit` tokens has cut, of a model that knows `most` positions."""
+    rule = f"the answer is cut where {limit} tokens, the prompt among them, fill the cache"
+    fix = f"make the pair with speculation.max_length up to {most}" if limit < most else "shorten the prompt"
+    return f"--max-new-tokens {asked}: {rule}; {fix}"
 
 
 def _fail(message: str, status: int) -> int:

@@ -7,7 +7,8 @@ import shutil
 import sys
 
 from qspec.bridges import compressed
-from qspec.pipeline import Arms, Originals, make_parents, measure_accuracy
+from qspec.errors import RecipeError
+from qspec.pipeline import Arms, Originals, measure_accuracy
 from qspec.progress import Progress
 from qspec.provenance import environment, staged_dir
 from qspec.records import QuantizedModel
@@ -64,8 +65,10 @@ def evaluate_pair(
     pair, out, progress = Path(pair), Path(out), progress or Progress()
     made = Recipe.model_validate(read_manifest(pair).recipe)
     recipe = _by(asked(made, overrides, "evaluation"), backend)
+    if more and not any("vllm" in task.backends for task in recipe.evaluation.tasks):
+        rule = "goes to vLLM's servers, and no task is answered by vLLM"
+        raise RecipeError(" ".join(more), rule, "drop it, or add --backend vllm")
     require_new(out)
-    make_parents(out)
     check(pair)
     with staged_dir(out) as part:
         job = Job(recipe, pair, compressed.read(pair / "target"), part, python or Path(sys.executable), progress, more)

@@ -16,7 +16,15 @@ from qspec.errors import OutputError, RecipeError
 from qspec.nn.cuda_decoder import CudaDecoder
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.progress import Progress, setup_log
-from qspec.provenance import atomic_write, digest_of, environment, require_space, sole_writer, staged_dir
+from qspec.provenance import (
+    atomic_write,
+    digest_of,
+    environment,
+    require_space,
+    require_writable,
+    sole_writer,
+    staged_dir,
+)
 from qspec.records import LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import (
@@ -42,7 +50,7 @@ from qspec.stages.fuse import fuse
 from qspec.stages.kv_choice import choose_kv
 from qspec.stages.load import load, resolve_arch
 from qspec.stages.open_pair import LoadedPair, compute_dtype, engine_options, open_pair
-from qspec.stages.package import package, seal, source_dtype, stored_dtype
+from qspec.stages.package import package, refuse_guessed, seal, source_dtype, stored_dtype
 from qspec.stages.pad import match_rows
 from qspec.stages.pair_arms import original_arms, own_arms
 from qspec.stages.planned import PlannedPair, plan_half, require_trained, resolve_model
@@ -83,9 +91,9 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
     if _is_complete(recipe, out, resume):
         progress.say(f"{out} is complete already")
         return out / "pair"
+    _require_room(planned, out)
     originals = load_originals(recipe, progress)
     rehearse(recipe, originals.target, planned.calibrates)
-    _require_room(planned, out)
     with sole_writer(out):
         if not _is_complete(recipe, out, resume):  # another run may have taken it while models were loaded
             atomic_write(out / "recipe.yaml", recipe.dump())
@@ -114,13 +122,6 @@ def _make(recipe: Recipe, originals: Originals, out: Path, progress: Progress) -
     report(results, out / "report")
     seal(pair, results.model_dump(mode="json"), out / "report")
     shutil.rmtree(out / "work")
-
-
-def make_parents(out: Path) -> None:
-    try:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(str(out), f"cannot be made ({error.strerror})", "choose another folder") from error
 
 
 def _same_source(pair: Path, originals: Originals) -> None:
@@ -174,6 +175,7 @@ def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = Non
         fix = "give it kind: mlp_speculator or model, and a training section"
         raise RecipeError(f"draft of {recipe.name}", "is nothing that is trained", fix)
     admit(recipe)
+    require_writable(out)
     progress.stage("load")
     model = load(recipe.target)
     text = Calibration(recipe.calibration, model.tokenizer, recipe.seed, progress)
@@ -267,8 +269,8 @@ def quantize_checkpoint(
         require_judge(range(calibration.samples))
     if out.exists():
         raise OutputError(str(out), "exists already", "choose another folder")
+    require_writable(out)
     loaded = load(model)
-    make_parents(out)
     work, dtype = out.with_name(f".{out.name}.work"), source_dtype(loaded.config)
     text = Calibration(calibration, loaded.tokenizer, 0, progress)
     quantized = quantize_model(loaded, spec, fusion or FusionSpec(), text, work, dtype)
@@ -375,6 +377,8 @@ def _is_complete(recipe: Recipe, out: Path, resume: bool) -> bool:
 
 
 def _require_room(planned: PlannedPair, out: Path) -> None:
+    if planned.draft is not None:
+        refuse_guessed(out / "pair")
     halves = [half for half in (planned.target.bytes, planned.drafting) if half is not None]
     # both halves lie in work/ and in pair/ until the run ends; the original once more for backend hf
     require_space(out, 2 * sum(half.resident for half in halves) + planned.target.plain.resident)

@@ -75,12 +75,35 @@ def environment() -> dict[str, str]:
     return facts
 
 
+def require_writable(folder: str | Path) -> Path:
+    """Refuse a folder that cannot be made and written to: raises `OutputError`. Makes nothing.
+
+    Returns the folder, or the nearest one above it that exists.
+    """
+    asked = Path(folder)
+    with _output_errors(asked):
+        found = asked.absolute()
+        while not (found.exists() or found.is_symlink()):
+            found = found.parent
+    if not found.is_dir():
+        raise OutputError(str(asked), f"cannot be made ({found} is no folder)", "choose another output folder")
+    if not os.access(found, os.W_OK | os.X_OK):
+        rule = f"cannot be written ({found} takes no new files)"
+        raise OutputError(str(asked), rule, "choose an output folder with write permission")
+    return found
+
+
+def require_file(path: str | Path) -> None:
+    """Refuse a path that no file can be written to: raises `OutputError`. Makes nothing."""
+    path = Path(path)
+    if path.exists() and not path.is_file():  # a folder, or a device that would be replaced by a file
+        raise OutputError(str(path), "exists and is no file", "give another path")
+    require_writable(path.parent)
+
+
 def require_space(path: str | Path, size: int) -> None:
     """Refuse to start writing `size` bytes under `path` when its disk has less room; raises `OutputError`."""
-    folder = Path(path).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(require_writable(path)).free
     if free < size:
         rule = f"needs {size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
         raise OutputError(str(path), rule, "free some space or choose an output folder on another disk")
@@ -98,8 +121,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     path = Path(path)
     part = path.with_name(f".{path.name}.partial")
     with _output_errors(path):
-        if path.exists() and not path.is_file():  # a folder, or a device that would be replaced by a file
-            raise OutputError(str(path), "exists and is no file", "give another path")
+        require_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(part, "wb") as file:
@@ -141,6 +163,7 @@ def sole_writer(folder: str | Path) -> Iterator[None]:
 
     The system frees it when a process ends, however it ends. File systems that know no locks are trusted.
     """
+    require_writable(folder)
     with _output_errors(Path(folder)):
         Path(folder).mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)

@@ -149,6 +149,8 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome
         rule = "is not here, and passes are timed where they will run"
         fix = f"measure here with --device cpu, or predict it from its data sheet with --device {recipe.device}"
         raise RecipeError(f"device {recipe.device}", rule, fix)
+    if (out / "run.log").exists():
+        raise OutputError(str(out), "holds a run, whose recipe.yaml would be replaced", "choose another --out")
     study = Study(recipe, out, progress)
     with sole_writer(out):
         predicted, lowered = study.search()

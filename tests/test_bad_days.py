@@ -29,7 +29,7 @@ from qspec.stages.pad import match_rows
 from qspec.stages.quantize import quantize
 from qspec.stages.serve import serving
 from qspec.stages.transform import truncate_layers
-from tests.bridges.test_vllm import FAKE, _alive, _free_port, _install
+from tests.bridges.test_vllm import FAKE, _alive, _install
 from tests.observed import ROWS, load
 from tests.stages.test_check import list_again, rewrite
 from tests.tiny import tiny_model
@@ -161,6 +161,15 @@ def test_cut_weights_do_not_answer(pair: Path, capfd: pytest.CaptureFixture[str]
     assert path.partition("/")[0] in _refused(capfd, "generate", str(pair), "hello")
 
 
+def test_an_answer_that_the_cache_cuts_says_so(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Would catch an answer that stops in the middle, far short of what was asked for, without a word."""
+    assert main(["generate", str(whole), "fox", "--max-new-tokens", str(10**30)]) == 0
+    told = f"--max-new-tokens {10**30}: the answer is cut where 128 tokens, the prompt among them, fill the cache"
+    assert f"warning: {told}; make the pair with speculation.max_length up to 256\n" in capfd.readouterr().err
+    assert main(["generate", str(whole), "fox", "--max-new-tokens", "8"]) == 0
+    assert "warning" not in capfd.readouterr().err
+
+
 def test_a_draft_with_another_bos_is_told(pair: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Would catch a draft whose acceptance nobody can explain: same ids, but it has never seen this text's start."""
     path = pair / "draft/tokenizer_config.json"
@@ -241,7 +250,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _serve(pair: Path, *more: str, port: int | None = None, **options: str) -> list[str]:
     told = [f"--{name}={value}" for name, value in {"python": sys.executable, **options}.items()]
-    return ["serve", str(pair), f"--port={port or _free_port()}", *told, "--", *more]
+    return ["serve", str(pair), f"--port={port or vllm.free_port()}", *told, "--", *more]
 
 
 @pytest.fixture
@@ -288,7 +297,7 @@ def test_whoever_stops_qspec_stops_its_server(
 
 def test_a_second_interrupt_waits_no_longer(installed: Path, child: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch an impatient Ctrl-C that leaves the server, half stopped, behind."""
-    python, port, wait = Path(sys.executable), _free_port(), vllm.subprocess.Popen.wait
+    python, port, wait = Path(sys.executable), vllm.free_port(), vllm.subprocess.Popen.wait
     interrupted = list[float]()
 
     def impatient(self: Any, timeout: float | None = None) -> int:

@@ -55,12 +55,15 @@ def test_help_names_the_first_three_commands_and_loads_nothing_heavy():
         (["inspect", "no-such-model"], "no-such-model"),
         (["inspect", str(ROOT)], "config.json"),
         (["inspect", "org/model", "--calibrate", "no-such-data"], "no-such-data"),
-        (["inspect", "org/model", "--html", str(ROOT)], "is a folder"),
+        (["inspect", "org/model", "--html", str(ROOT)], "exists and is no file"),
         (["sensitivity", "no-such-model"], "no-such-model"),
         (["sensitivity", "nope.yaml"], "does not exist"),
         (["sensitivity", RECIPE, "--bits", "0"], "--bits 0"),
         (["sensitivity", RECIPE, "--bits", "3", "--set", "target.quantization.group_size=64"], "reach 4.500"),
-        (["sensitivity", RECIPE, "--out", str(ROOT)], "is a folder"),
+        (["sensitivity", RECIPE, "--out", str(ROOT)], "exists and is no file"),
+        (["inspect", "org/model", "--html", f"{RECIPE}/page.html"], f"({RECIPE} is no folder)"),
+        (["sensitivity", RECIPE, "--out", f"{RECIPE}/scores.json"], f"({RECIPE} is no folder)"),
+        (["report", "no-such-pair", "--out", f"{RECIPE}/report"], f"({RECIPE} is no folder)"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments: list[str], part: str, capsys: Capture):
@@ -241,3 +244,41 @@ def test_output_that_nobody_takes(output: str, status: int):
     os.close(stdout)
     assert done.returncode == status
     assert len(done.stderr.splitlines()) == (status == 2), done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", RECIPE, "--out"],
+        ["tune", RECIPE, "--out"],
+        ["report", "pair", "--out"],
+        ["evaluate", "pair", "--out"],
+        ["bench", "pair", "--out"],
+        ["quantize", "org/model"],
+        ["inspect", "pair", "--html"],
+        ["sensitivity", RECIPE, "--out"],
+        ["pull", "elsewhere"],
+    ],
+)
+@pytest.mark.parametrize("inside", [".", "report/new"])
+def test_nothing_is_written_into_a_pair(arguments: list[str], inside: str, tmp_path: Path, capsys: Capture):
+    """Would catch a report or a page that is put into a pair, which from then on fails its check."""
+    (tmp_path / "pair.json").touch()
+    (tmp_path / "target").mkdir()
+    assert cli.main([*arguments, str(tmp_path / inside)]) == 2
+    assert f"lies in a pair, {tmp_path.resolve()}; choose a place outside of it" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"pair.json", "target"}
+
+
+def test_a_terminal_of_few_characters_is_no_traceback(monkeypatch: pytest.MonkeyPatch):
+    """Would catch a UnicodeEncodeError in place of a plan, where standard output takes ASCII or Latin-1 alone."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(["plan", RECIPE]) == 0
+    assert b"224 layers" in written.getvalue()
+
+
+def test_two_models_cannot_be_proven(capsys: Capture):
+    """Would catch `--prove` ignored where there is no pair yet, as if drafts had been shown to be harmless."""
+    assert cli.main(["check", "org/target", "org/draft", "--prove"]) == 2
+    assert "--prove: runs a pair" in capsys.readouterr().err

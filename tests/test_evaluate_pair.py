@@ -59,6 +59,7 @@ def test_what_cannot_be_asked_is_one_line(pair: Path, url: str, tmp_path: Path, 
         ([], "has no servers to ask"),
         (["--original", url], "evaluation.api.quantized"),
         (["--set", "speculation.temperature=1"], "changes more than the evaluation"),
+        (["other-pair"], "other-pair: goes to vLLM's servers, and no task is answered by vLLM"),
         (["--original", url, "--quantized", "http://127.0.0.1:9/v1"], "does not answer"),
     ):
         assert main([*told, *more]) == 2

@@ -1,5 +1,6 @@
 """The main job, end to end, on tiny models."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,13 @@ import pytest
 import torch
 
 import qspec
-from qspec import pipeline
+from qspec import pipeline, provenance
 from qspec.bridges import compressed
 from qspec.errors import OutputError, PairError, QspecError, RecipeError, SourceError
 from qspec.nn.decoder import Decoder
 from qspec.progress import Progress
 from qspec.provenance import sole_writer
-from qspec.schema.recipe import Recipe
+from qspec.schema.recipe import ModelSpec, Recipe
 from qspec.schema.results import Results
 from qspec.stages import open_pair
 from qspec.tune_pair import tune
@@ -173,6 +174,47 @@ def test_refusals_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"absent\.txt"):
         pipeline.run(job(tmp_path, model, evaluation=missing), out, progress=QUIET)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("verb", ["run", "train-draft", "tune", "quantize"])
+@pytest.mark.parametrize("way", ["file", "dangling link", "read-only"])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    verb: str, way: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a model of many gigabytes that is loaded, or hours of compute, before the output folder is found bad."""
+    parent = tmp_path / "parent"
+    if way == "file":
+        parent.touch()
+    elif way == "dangling link":
+        parent.symlink_to("nowhere")
+    else:  # as anybody but root sees a folder without permission, and everybody a file system that is read-only
+        parent.mkdir()
+        monkeypatch.setattr(provenance.os, "access", lambda path, _: Path(path) != parent)
+
+    def loaded(spec: ModelSpec) -> None:
+        raise AssertionError(f"{spec.model} was loaded")
+
+    monkeypatch.setattr(pipeline, "load", loaded)
+    out = parent / "out"
+    draft = {"kind": "model", "model": str(out / "draft"), "training": {"layers": 1, "positions": 64}}
+    jobs: dict[str, Callable[[], object]] = {
+        "run": lambda: pipeline.run(job(tmp_path, model), out, progress=QUIET),
+        "train-draft": lambda: pipeline.train_draft(job(tmp_path, model, draft), out, QUIET),
+        "tune": lambda: tune(job(tmp_path, model), out, QUIET),
+        "quantize": lambda: qspec.quantize(str(model), out, scheme="FP8_DYNAMIC"),
+    }
+    with pytest.raises(OutputError, match=rf"/out: cannot be .*{parent} (is no folder|takes no new files)"):
+        jobs[verb]()
+    assert not out.exists()
+
+
+def test_a_folder_that_servers_misread_is_refused_before_anything_is_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches hours of compute in front of a pair that may not be packaged under its name."""
+    monkeypatch.setattr(pipeline, "load_originals", None)
+    with pytest.raises(OutputError, match="vLLM reads 'eagle-' in a path as a kind of draft; choose another folder"):
+        pipeline.run(job(tmp_path, model), tmp_path / "eagle-1", progress=QUIET)
 
 
 def test_draft_with_another_tokenizer_is_refused_before_compute(model: Path, tmp_path: Path) -> None:

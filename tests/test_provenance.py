@@ -9,7 +9,15 @@ import pytest
 
 from qspec import provenance
 from qspec.errors import OutputError
-from qspec.provenance import atomic_write, environment, require_space, sha256_file, staged_dir
+from qspec.provenance import (
+    atomic_write,
+    environment,
+    require_file,
+    require_space,
+    require_writable,
+    sha256_file,
+    staged_dir,
+)
 
 
 def names(folder: Path) -> set[str]:
@@ -80,6 +88,18 @@ def test_require_space_refuses_what_cannot_fit(tmp_path):
     require_space(tmp_path / "a" / "b", 1)
     with pytest.raises(OutputError, match="are free"):
         require_space(tmp_path / "a" / "b", 1 << 60)
+
+
+def test_what_cannot_be_written_is_known_before_it_is(tmp_path, monkeypatch):
+    """Would catch a check that makes the folder it asks about, or that looks at another folder than the nearest one."""
+    require_writable(tmp_path / "a" / "b")
+    require_file(tmp_path / "a" / "page.html")
+    assert names(tmp_path) == set()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(OutputError, match=f"b: cannot be written \\({tmp_path} takes no new files\\); choose"):
+        require_writable(tmp_path / "a" / "b")
+    with pytest.raises(OutputError, match="File name too long"):
+        require_writable("x" * 5000)
 
 
 def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):

@@ -292,6 +292,15 @@ def test_predictions_for_another_device_leave_a_measured_study_alone(tmp_path: P
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
 
 
+def test_a_folder_of_a_run_is_left_alone(tmp_path: Path, model: Path) -> None:
+    """A search in `runs/<name>`, where a run of that name lies: its recipe.yaml replaced, so that it cannot go on."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "run.log").touch()
+    with pytest.raises(OutputError, match="holds a run, whose recipe"):
+        tune_pair.tune(tuned(tmp_path, model), out)
+
+
 def test_tasks_are_paired_with_the_original_and_can_rule_a_target_out(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,8 @@ class Request:
 
     def prefill(self, domain: str = "") -> list[int]:
         """Begin: feed the prompt into an empty cache and commit the first token."""
-        self.policy.reset(domain, len(self.prompt), self.end - len(self.prompt))
+        most = min(self.end, self.target.max_length + 1)
+        self.policy.reset(domain, len(self.prompt), most - len(self.prompt))
         if self.drafter is not None:
             self.drafter.reset()
         if isinstance(self.drafter, Follower):

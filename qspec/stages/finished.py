@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from qspec.errors import OutputError, RecipeError, SourceError
+from qspec.provenance import require_writable
 from qspec.records import LoadedModel
 from qspec.schema.manifest import Manifest
 from qspec.schema.recipe import Recipe
@@ -19,9 +20,10 @@ def asked(made: Recipe, overrides: tuple[str, ...], *sections: str) -> Recipe:
 
 
 def require_new(out: Path) -> None:
-    """Results of an earlier measurement are never overwritten."""
+    """Refuse an output folder that is there, or cannot be made: results of an earlier measurement are kept."""
     if out.exists():
         raise OutputError(str(out), "exists already", "choose another --out")
+    require_writable(out)
 
 
 def load_original(manifest: Manifest, recipe: Recipe) -> LoadedModel:

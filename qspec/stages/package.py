@@ -53,7 +53,7 @@ def package(
     if draft is not None:
         check_tokenizers(target.tokenizer, draft.tokenizer)
         check_heads(target.arch, draft.arch)
-        _refuse_guessed(pair)
+        refuse_guessed(pair)
     require_space(out, sum(stored_bytes(model, stored_dtype(recipe, model)) for model in halves.values()))
     with staged_dir(pair) as part:
         for name, model in halves.items():
@@ -115,7 +115,8 @@ def stored_bytes(model: QuantizedModel, dtype: torch.dtype) -> int:
     return footprint(model.arch, schemes, model.plan.kv, dtype.itemsize).resident
 
 
-def _refuse_guessed(pair: Path) -> None:
+def refuse_guessed(pair: Path) -> None:
+    """Raise `OutputError` for the folder of a pair with a draft model in which vLLM would see another kind of draft."""
     path = str(pair.absolute()).lower()
     for word in _GUESSED:
         if word in path:

@@ -121,6 +121,21 @@ def test_full_context_ends_generation(drafter: str, room: int) -> None:
     assert result.stopped == "context"
 
 
+def test_a_policy_is_told_no_more_than_the_cache_takes() -> None:
+    """Catches a draft's prefill paid for tokens that never fit, and a request so long that no float holds it."""
+
+    class Told(Fixed):
+        ahead: int | None = None
+
+        def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
+            self.ahead = ahead
+
+    for asked, told in ((5, 5), (10**400, 8)):
+        policy = Told(2)
+        found = run(TableLM(TABLE, max_length=len(PROMPT) + 7), NgramDrafter(), policy, n=asked)
+        assert (policy.ahead, len(found.tokens)) == (told, told)
+
+
 @pytest.mark.parametrize("at", range(8))
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_stop_token_ends_generation_where_plain_decoding_would(drafter: str, at: int) -> None:
