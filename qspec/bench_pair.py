@@ -17,9 +17,11 @@ from qspec.stages.check import check, read_manifest, weight_digests
 from qspec.stages.finished import asked, load_original, require_new
 from qspec.stages.load import load
 from qspec.stages.open_pair import LoadedPair, open_pair
+from qspec.stages.package import seal
 from qspec.stages.pad import match_rows
 from qspec.stages.pair_arms import own_arms
 from qspec.stages.report import report
+from qspec.stages.stale import measured
 
 NO_ACCURACY = "Accuracy was not measured in this run."
 NO_ORIGINAL = "The original was not run: nothing here is a speedup over it."
@@ -30,16 +32,20 @@ def bench_pair(
     out: str | Path,
     overrides: tuple[str, ...] = (),
     original: bool = True,
+    keep: bool = False,
     progress: Progress | None = None,
 ) -> Results:
     """Run the benchmark of a pair's recipe under `overrides`; results and report go to `out`.
 
-    original: whether the model that the pair was made from, read where its recipe has it, is measured beside it. Raises
-    `RecipeError` for overrides of anything but benchmark and speculation, and `PairError` on another kind of device.
+    original: whether the model that the pair was made from, read where its recipe has it, is measured beside it. keep:
+    whether speed and proof take the place of those in the pair's own report and manifest; its accuracy stays there.
+    Raises `RecipeError` for overrides of more than benchmark and, without `keep`, speculation, and `PairError` on
+    another kind of device than the pair's.
     """
     pair, out, progress = Path(pair), Path(out), progress or Progress()
     manifest = read_manifest(pair)
-    recipe = asked(Recipe.model_validate(manifest.recipe), overrides, "benchmark", "speculation")
+    sections = ("benchmark",) if keep else ("benchmark", "speculation")
+    recipe = asked(Recipe.model_validate(manifest.recipe), overrides, *sections)
     require_new(out)
     check(pair)
     with staged_dir(out) as part:
@@ -58,9 +64,26 @@ def bench_pair(
             speed=speed,
             limits=(NO_ACCURACY, *(() if original else (NO_ORIGINAL,))),
         )
+        if keep:
+            results = _beside_accuracy(results, measured(pair))
         report(results, part)
+    if keep:
+        seal(pair, results.model_dump(mode="json"), out)
     progress.close()
     return results
+
+
+def _beside_accuracy(results: Results, before: Results | None) -> Results:
+    """With the accuracy that was measured of the same halves earlier, and where."""
+    if before is None or before.digests != results.digests:
+        return results
+    where = before.environment.get("cpu", "another machine")
+    earlier = f"Accuracy was measured earlier ({where}, qspec {before.environment.get('qspec', 'unknown')})."
+    limits = (earlier, *(limit for limit in results.limits if limit != NO_ACCURACY))
+    told = results.recipe | {"evaluation": before.recipe.get("evaluation")}
+    return results.model_copy(
+        update={"accuracy": before.accuracy, "notes": before.notes, "limits": limits, "recipe": told}
+    )
 
 
 def _require_device(pair: LoadedPair) -> None:

@@ -390,17 +390,21 @@ def bench(
     no_original: Annotated[
         bool, typer.Option("--no-original", help="Without the unquantized model: it is neither read nor run.")
     ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Also put it into the pair, in place of its own speed and proof.")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Measure the speed of a finished pair anew, on this machine: acceptance, and the proof of equal output, too.
 
     Prompts, lengths and batches are those of the pair's recipe, or --set benchmark.per_category=4; draft lengths can be
-    tried as well: --set speculation.draft_length.k=3. The pair stays as it is; qspec report reads the new results.
+    tried as well: --set speculation.draft_length.k=3. The pair stays as it is,
+    or with --keep carries the new numbers; qspec report reads the folder.
     """
     from qspec.bench_pair import bench_pair
     from qspec.stages.headline import lead
 
-    print(lead(bench_pair(pair, out, tuple(overrides or ()), original=not no_original)))
+    print(lead(bench_pair(pair, out, tuple(overrides or ()), not no_original, keep)))
     print(f"{out}/report.html: written")
 
 

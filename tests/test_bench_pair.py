@@ -9,8 +9,11 @@ import pytest
 from qspec.cli import main
 from qspec.schema.results import Results
 from qspec.stages import bench as stage
-from qspec.stages.check import read_manifest
-from qspec.stages.package import package
+from qspec.stages.check import read_manifest, weight_digests
+from qspec.stages.package import package, seal
+from qspec.stages.report import report
+from qspec.stages.stale import measured
+from tests.stages.example_results import example
 from tests.stages.pairs import halves, recipe
 
 Capture = pytest.CaptureFixture[str]
@@ -103,3 +106,25 @@ def test_another_device_is_not_timed_here(made: Path, tmp_path: Path, capsys: Ca
     assert main(["bench", str(tmp_path / "pair"), "--out", str(tmp_path / "new")]) == 2
     assert "device h100: is what the pair is for" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_pair_can_carry_what_was_measured_later(made: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Would catch a pair whose speed and proof can only be those of where it was made, or whose accuracy is lost."""
+    pair = Path(shutil.copytree(made / "pair", tmp_path / "pair"))
+    before = example().model_copy(update={"digests": weight_digests(read_manifest(pair)), "speed": None})
+    report(before, tmp_path / "report")
+    seal(pair, before.model_dump(mode="json"), tmp_path / "report")
+    assert read_manifest(pair).lossless is None
+    told = ["bench", str(pair), "--no-original", "--keep", "--out"]
+    assert main([*told, str(tmp_path / "no"), "--set", "speculation.draft_length.k=1"]) == 2
+    assert "changes more than the benchmark" in capsys.readouterr().err
+    assert main([*told, str(tmp_path / "new")]) == 0
+    assert main(["check", str(pair)]) == 0
+    found, manifest = measured(pair), read_manifest(pair)
+    assert found is not None
+    assert found.accuracy == before.accuracy
+    assert found.speed == Results.read(tmp_path / "new/results.json").speed
+    assert found.limits[0].startswith("Accuracy was measured earlier (")
+    assert manifest.lossless is not None
+    assert [proof["equal"] for proof in manifest.lossless["equality"]] == [2, 2]
+    assert any(kept["metric"] == "acceptance rate alpha" for kept in manifest.measurements)
