@@ -16,6 +16,7 @@ import pytest
 from qspec.bridges.openai_api import Api
 from qspec.cli import main
 from qspec.errors import OutputError
+from qspec.schema.recipe import Recipe
 from qspec.spec.batch import Batch
 from qspec.stages import own_server
 from qspec.stages.answers import Until
@@ -23,6 +24,7 @@ from qspec.stages.open_pair import LoadedPair, open_pair
 from qspec.stages.own_server import Server, serving_own
 from qspec.stages.package import package
 from tests.stages.pairs import halves, recipe
+from tests.stages.test_serve import write_head
 
 TEXTS = ["The quick brown fox", "0, 12 and", "jumps over the lazy dog and", "Numbers", "over"]
 
@@ -107,6 +109,19 @@ def test_requests_share_passes_and_nothing_else(pair: Path, alone: LoadedPair) -
     for text, (prompt, law, most) in zip(found, asked, strict=True):
         want = alone.generate(prompt, most, **law)
         assert text.startswith(want.text) if want.generation.stopped == "eos" else text == want.text
+
+
+def test_heads_and_lookups_draft_for_each_request(tmp_path: Path) -> None:
+    """Would catch a head that reads another request's states, and a lookup that remembers for another place."""
+    target = halves(tmp_path / "source")[0]
+    head = write_head(target, tmp_path / "head")
+    draft = {"kind": "mlp_speculator", "model": str(head), "n_predict": 2, "shared": True, "lookup": "suffix"}
+    pair = package(target, None, Recipe.model_validate(recipe().as_dict() | {"draft": draft}), tmp_path, head)
+    want = [open_pair(pair).generate(text, 24, temperature=0.0).text for text in TEXTS]
+    with running(pair, at_once=3) as (server, url), ThreadPoolExecutor(len(TEXTS)) as pool:
+        replies = list(pool.map(lambda text: chat(url, text, max_tokens=24, temperature=0), TEXTS))
+        assert server.answers.counts.drafted > 0
+    assert [reply.json()["choices"][0]["message"]["content"] for reply in replies] == want
 
 
 def events(url: str, **asked: Any) -> list[dict[str, Any]]:
