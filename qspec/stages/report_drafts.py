@@ -24,8 +24,8 @@ from qspec.stages.speed_arms import drafting
 
 SHOWN = 8
 """Positions that a row of the table holds."""
-LONGEST = 12
-"""Draft tokens up to which speedups are predicted."""
+LENGTHS, ALPHAS, COSTS = range(9), (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9), (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+"""Where speedups are predicted."""
 
 
 def acceptance_blocks(speed: Speed) -> list[Block]:
@@ -213,19 +213,18 @@ def _by_temperature(rows: Mapping[str, Sequence[tuple[float, Measurement]]]) -> 
 
 def _curves(predictions: Sequence[tuple[str, Prediction]]) -> list[Block]:
     """The model's speedup over each of what decides it, the others as measured; the last two at their best length."""
-    lengths, shares = range(LONGEST + 1), [i / 20 for i in range(20)]
 
     def at(p: Prediction, gamma: int) -> float:
         return walltime_speedup(p.alpha, gamma, p.draft_cost, _verification(p)(gamma + 1))
 
     def best(p: Prediction, alpha: float, c: float) -> float:
-        gamma = optimal_gamma(alpha, c, LONGEST, _verification(p))
+        gamma = optimal_gamma(alpha, c, LENGTHS[-1], _verification(p))
         return walltime_speedup(alpha, gamma, c, _verification(p)(gamma + 1))
 
     plots: list[tuple[str, str, Callable[[Prediction], Iterable[tuple[float, float]]]]] = [
-        ("draft length", "draft length", lambda p: ((gamma, at(p, gamma)) for gamma in lengths)),
-        ("acceptance, at the best length", "α", lambda p: ((share, best(p, share, p.draft_cost)) for share in shares)),
-        ("cost of a draft token, at the best length", "c", lambda p: ((c, best(p, p.alpha, c)) for c in shares)),
+        ("draft length", "draft length", lambda p: ((gamma, at(p, gamma)) for gamma in LENGTHS)),
+        ("acceptance, at the best length", "α", lambda p: ((share, best(p, share, p.draft_cost)) for share in ALPHAS)),
+        ("cost of a draft token, at the best length", "c", lambda p: ((c, best(p, p.alpha, c)) for c in COSTS)),
     ]
     return [
         Plot(
