@@ -148,6 +148,8 @@ def _exports(view: View) -> Iterator[str]:
     yield "what serves it"
     for served in view["exports"]:
         yield f"  {served['runtime']:<13}{served['part']:<7} {'yes' if served['served'] else 'no '}  {served['detail']}"
+    unseen = "" if view["device"]["capability"] is None else ", not yet run on a GPU"
+    yield f"  {'qspec':<13}{'all':<7} yes  its own server{unseen}: qspec serve pair --engine qspec"
     yield f"  $ {view['commands']['vllm']}"
 
 

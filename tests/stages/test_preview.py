@@ -40,7 +40,10 @@ def test_shipped_recipes_plan_without_refusal(name: str):
     assert sum(group["layers"] for group in view["target"]["linears"]) == layers * len(LAYER_LINEARS) + 1
     assert view["memory"]["target"]["weights"] < view["memory"]["unquantized_target"]
     text = render(view)
-    assert all(word in text for word in ("assumed", "memory as served", "time of the run", "vllm serve", view["name"]))
+    assert all(
+        word in text
+        for word in ("assumed", "memory as served", "time of the run", "vllm serve", "--engine qspec", view["name"])
+    )
     assert "\n\n\n" not in text
 
 
