@@ -595,10 +595,11 @@ def serve(
 def _serve_own(pair: Path, host: str, port: int, at_once: int, speculative: bool, of_vllm: list[str]) -> None:
     if of_vllm:
         raise RecipeError(" ".join(of_vllm), "is for --engine vllm", "leave it out")
+    from qspec.bridges.vllm import ending_as_interrupted
     from qspec.nn.engines import engine_name
     from qspec.stages.own_server import serving_own
 
-    with serving_own(pair, host, port, at_once, speculative) as server:
+    with ending_as_interrupted(), serving_own(pair, host, port, at_once, speculative) as server:
         runs = engine_name(server.answers.pair.target)
         print(f"http://{host}:{port}/v1: {pair} on qspec's {runs}; Ctrl-C stops it", flush=True)
         server.serve_forever()

@@ -70,7 +70,7 @@ def server(
     _require_free(host, port)
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", host, "--port", str(port), *arguments]
-    with _ending_as_interrupted():
+    with ending_as_interrupted():
         process = subprocess.Popen(command, start_new_session=True)
         try:
             _wait(process, f"http://{host}:{port}/health", patience)
@@ -98,7 +98,7 @@ def _require_free(host: str, port: int) -> None:
 
 
 @contextmanager
-def _ending_as_interrupted() -> Iterator[None]:
+def ending_as_interrupted() -> Iterator[None]:
     """SIGTERM and SIGHUP are Ctrl-C within, so that what is open is closed: a server outlives its parent otherwise."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -44,11 +44,21 @@ class Question(Strict):
 class CompletionQuestion(Question):
     """Text, or its tokens, to be continued."""
 
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] | tuple[str] | tuple[tuple[int, ...]]
     echo: Literal[False] | None = None
     logprobs: None = None
     best_of: Literal[1] | None = None
     suffix: None = None
+
+    @property
+    def one(self) -> str | list[int]:
+        """The prompt, also where it came as a list of one."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        first = self.prompt[0] if self.prompt else 0
+        if isinstance(first, int):
+            return [token for token in self.prompt if isinstance(token, int)]
+        return first if isinstance(first, str) else list(first)
 
 
 class TextPart(Strict):
@@ -61,7 +71,6 @@ class Message(Strict):
 
     role: str
     content: str | tuple[TextPart, ...]
-    name: str | None = None
 
     @property
     def text(self) -> str:

@@ -4,12 +4,13 @@ One thread runs the engine. Each place in the batch has a sequence of the target
 the next request: what a suffix memory holds and a policy has learned stays there.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, Queue
-from threading import Thread
-from typing import Literal, Self, cast
+from threading import Lock, Thread
+import traceback
+from typing import Any, Literal, Self, cast
 
 import torch
 
@@ -57,7 +58,8 @@ class Until:
 class Answer:
     """A request and what became of it: iterate over its text as it comes; then `reason` and `count` are known.
 
-    seed: of its random numbers. ends: token ids that end it.
+    seed: of its random numbers. ends: token ids that end it. gone: whether whoever asked has hung up. count: of its
+    tokens, none behind a stop string; drafted, accepted: of its drafts.
     """
 
     prompt: list[int]
@@ -66,7 +68,10 @@ class Answer:
     seed: int
     ends: frozenset[int]
     stops: tuple[str, ...] = ()
+    gone: Callable[[], bool] = bool
     count: int = 0
+    drafted: int = 0
+    accepted: int = 0
     reason: Reason = "length"
     unwanted: bool = False
     pieces: Queue[str | BaseException | None] = field(default_factory=Queue)
@@ -76,6 +81,10 @@ class Answer:
             if isinstance(piece, BaseException):
                 raise piece
             yield piece
+
+    @property
+    def wanted(self) -> bool:
+        return not (self.unwanted or self.gone())
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ class Answers:
 
     def __init__(self, pair: LoadedPair, at_once: int = 8, speculative: bool = True) -> None:
         self.pair, self.at_once, self._speculative = pair, at_once, speculative
-        self.counts = Counts()
+        self.counts, self.tokenizing = Counts(), Lock()  # fast tokenizers refuse to be used by two threads
         self.waiting: Queue[Answer | None] = Queue()
         self._batch = Batch(pair.recipe.speculation.draft_length.by_batch)
         self._going: dict[int, _Going] = {}
@@ -161,6 +170,7 @@ class Answers:
                     self._batch.step(self._told)
                     self._settle()
                 except Exception as error:  # noqa: BLE001 (whoever waits is told, and the next are answered)
+                    traceback.print_exc()
                     self._end_all(error)
         self._end_all(RuntimeError("the server was stopped"))
         while not self.waiting.empty():
@@ -176,10 +186,14 @@ class Answers:
                 break
             if answer is None:  # only there to wake this thread
                 return False
+            if not answer.wanted:
+                answer.pieces.put(None)
+                continue
             try:
                 self._begin(answer, worker)
                 self._settle()
             except Exception as error:  # noqa: BLE001 (only whoever asked it is told)
+                traceback.print_exc()
                 self._drop(answer, error)
         return not self._closed
 
@@ -188,7 +202,8 @@ class Answers:
         if number == len(self._places):
             self._places.append(self._place(number))
         place, until = self._places[number], Until(answer.stops)
-        stream = TextStream(self.pair.model.tokenizer.decode, worker, lambda piece: _hand_on(answer, until.add(piece)))
+        told = _Here() if answer.stops else worker
+        stream = TextStream(self.pair.model.tokenizer.decode, told, lambda piece: _hand_on(answer, until.add(piece)))
         generator = torch.Generator().manual_seed(answer.seed)
         prompt = Prompt(answer.prompt, answer.most, generator, place.drafter, place.policy)
         self._batch.join(number, place.target, prompt, answer.sampling, answer.ends)
@@ -204,14 +219,16 @@ class Answers:
 
     def _told(self, number: int, tokens: list[int]) -> None:
         going = self._going[number]
-        going.answer.count += len(tokens)
-        going.stream.add(tokens)
+        for run in [[token] for token in tokens] if going.answer.stops else [tokens]:
+            if not going.until.reached:
+                going.answer.count += len(run)
+                going.stream.add(run)
 
     def _settle(self) -> None:
         """Let go of requests that are finished, that have reached a stop string, or that nobody waits for any more."""
         finished = set(self._batch.finished())
         for number, going in list(self._going.items()):
-            if number in finished or going.until.reached or going.answer.unwanted:
+            if number in finished or going.until.reached or not going.answer.wanted:
                 del self._going[number]
                 self._finish(going, self._batch.leave(number))
 
@@ -220,6 +237,8 @@ class Answers:
         going.stream.finish()
         _hand_on(answer, going.until.rest())
         answer.reason = "stop" if going.until.reached or request.stopped() == "eos" else "length"
+        answer.drafted = sum(step.drafted for step in request.steps)
+        answer.accepted = sum(step.accepted for step in request.steps)
         self.counts.add(request)
         answer.pieces.put(None)
 
@@ -232,6 +251,15 @@ class Answers:
     def _end_all(self, error: BaseException) -> None:
         for going in list(self._going.values()):
             self._drop(going.answer, error)
+
+
+class _Here(Executor):
+    """Runs at once what a `TextStream` would hand to another thread: a stop string is found before the next pass."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
 
 
 def _hand_on(answer: Answer, text: str) -> None:

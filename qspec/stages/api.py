@@ -1,12 +1,12 @@
 """An OpenAI-style API in terms of the engine: questions in, replies and counters out. It knows no network."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 import secrets
 import time
 from typing import Any
 
-from qspec.errors import RecipeError
+from qspec.errors import QspecError, RecipeError
 from qspec.schema.api import ChatQuestion, CompletionQuestion, Question
 from qspec.spec.types import Sampling
 from qspec.stages.answers import Answer, Answers
@@ -15,10 +15,14 @@ CHAT = "/v1/chat/completions"
 QUESTIONS: dict[str, type[Question]] = {"/v1/completions": CompletionQuestion, CHAT: ChatQuestion}
 
 
-def answer_to(answers: Answers, question: Question) -> Answer:
-    """A question as the engine takes it, queued. Raises `QspecError` for what has no answer."""
+def answer_to(answers: Answers, question: Question, gone: Callable[[], bool] = bool) -> Answer:
+    """A question as the engine takes it, queued. gone: whether nobody waits for it any more.
+
+    Raises `QspecError` for what has no answer.
+    """
     pair = answers.pair
-    prompt, most = _prompt(answers, question), question.max_tokens
+    with answers.tokenizing:
+        prompt, most = _prompt(answers, question), question.max_tokens
     if isinstance(question, ChatQuestion):
         most = question.max_completion_tokens or most
     room = pair.target.max_length - len(prompt)
@@ -33,19 +37,26 @@ def answer_to(answers: Answers, question: Question) -> Answer:
     )
     seed = secrets.randbits(32) if question.seed is None else question.seed % 2**32
     ends = frozenset(question.stop_token_ids) | set(() if question.ignore_eos else pair.model.arch.eos_ids)
-    return answers.ask(Answer(prompt, most or room, sampling, seed, ends, question.stop))
+    return answers.ask(Answer(prompt, most or room, sampling, seed, ends, question.stop, gone))
 
 
 def _prompt(answers: Answers, question: Question) -> list[int]:
     tokenizer, rows = answers.pair.model.tokenizer, answers.pair.model.arch.vocab_size
     if isinstance(question, ChatQuestion):
-        return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in question.messages])
+        try:
+            return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in question.messages])
+        except QspecError:
+            raise
+        except Exception as error:  # whatever a template raises
+            rule = f"do not fit the chat template ({error})"
+            raise RecipeError("messages", rule, "change their roles, or their order") from error
     assert isinstance(question, CompletionQuestion)
-    if isinstance(question.prompt, str):
-        return tokenizer.encode(question.prompt)
-    if beyond := [token for token in question.prompt if not 0 <= token < rows]:
+    prompt = question.one
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if beyond := [token for token in prompt if not 0 <= token < rows]:
         raise RecipeError(f"token {beyond[0]}", f"the model knows {rows}, from 0 on", "send ids of its tokenizer")
-    return list(question.prompt)
+    return prompt
 
 
 @dataclass(frozen=True)
@@ -84,9 +95,13 @@ class Reply:
         return {"id": self.id, "object": form, "created": self.created, "model": self.model, "choices": [choice]}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Answer) -> dict[str, Any]:
+    """Tokens; those of drafts under the names that OpenAI has for predicted output."""
     asked, made = len(answer.prompt), answer.count
-    return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+    stood, fell = answer.accepted, answer.drafted - answer.accepted
+    details = {"accepted_prediction_tokens": stood, "rejected_prediction_tokens": fell}
+    counts = {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+    return {**counts, "completion_tokens_details": details}
 
 
 def failure(status: int, message: str) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 import json
+import os
 from pathlib import Path
+import signal
 import socket
-from threading import Thread
+from threading import Event, Thread
 import time
 from typing import Any
 
@@ -157,6 +159,22 @@ def test_a_stop_string_ends_the_answer(served: tuple[Server, str]) -> None:
     assert "".join(pieces) == choice["message"]["content"]
 
 
+def test_tokens_are_counted_up_to_a_stop_string(served: tuple[Server, str], alone: LoadedPair) -> None:
+    """Would catch tokens charged for that stood in the same step behind the stop, and counts that depend on timing."""
+    decode, asked = alone.model.tokenizer.decode, {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    answer = alone.generate(TEXTS[0], 40, temperature=0.0)
+    stops = [answer.text[i : i + 2] for i in range(len(answer.text) - 2)]
+    stops = [stop for stop in stops if "\ufffd" not in stop][::3]
+    assert len(stops) > 3
+    for stop in stops:
+        got = chat(served[1], TEXTS[0], stop=stop, **asked).json()
+        assert got["choices"][0]["message"]["content"] == answer.text[: answer.text.index(stop)]
+        count = got["usage"]["completion_tokens"]
+        before = decode(answer.generation.tokens[: count - 1])
+        assert stop in decode(answer.generation.tokens[:count])
+        assert stop not in before or before.endswith("\ufffd")  # half a character is held back
+
+
 @pytest.mark.parametrize(
     ("pieces", "told"),
     [
@@ -186,6 +204,13 @@ def test_text_that_may_become_a_stop_string_is_held_back(pieces: list[str], told
         ("completions", {"prompt": "a", "max_tokens": 1000}, 400, "the context holds 128"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature -1"),
         ("chat/completions", {"messages": []}, 400, "messages"),
+        ("completions", {"prompt": ["a", "b"]}, 400, "must have at most 1 item"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a", "name": "b"}]},
+            400,
+            "name: is not a field",
+        ),
         ("completions", {"prompt": "a", "model": "gpt"}, 404, "ask for 'tiny'"),
         ("embeddings", {"input": "a"}, 404, "ask one of /v1/completions"),
     ],
@@ -210,10 +235,44 @@ def test_neutral_values_are_taken(served: tuple[Server, str]) -> None:
     assert (raw.status_code, "is not JSON" in raw.text) == (400, True)
 
 
+def test_a_prompt_may_be_a_list_of_one(served: tuple[Server, str]) -> None:
+    """Would catch lm-eval's own client, which sends lists of prompts, being refused."""
+    texts = [ask(served[1], prompt=p, max_tokens=8, temperature=0) for p in ("over", ["over"], [[5, 60]], [5, 60])]
+    found = [text.json()["choices"][0]["text"] for text in texts]
+    assert (found[0], found[2]) == (found[1], found[3])
+
+
+def test_a_template_that_refuses_a_conversation(served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a fault of the server where a client gives a role that the template does not know."""
+    tokenizer: Any = served[0].answers.pair.model.tokenizer
+    monkeypatch.setattr(tokenizer.inner, "chat_template", "{{ raise_exception('no system role') }}")
+    reply = chat(served[1], TEXTS[0])
+    assert (reply.status_code, "no system role" in reply.text) == (400, True)
+
+
+def test_one_thread_at_a_time_tokenizes(served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch questions that fail because another one came at the same moment: "Already borrowed"."""
+    kind, inside, most = type(served[0].answers.pair.model.tokenizer), list[str](), list[int]()
+    encode = kind.encode
+
+    def counted(self: Any, text: str, special: bool = True) -> Any:
+        inside.append(text)
+        time.sleep(0.01)
+        most.append(len(inside))
+        inside.remove(text)
+        return encode(self, text, special)
+
+    monkeypatch.setattr(kind, "encode", counted)
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda i: ask(served[1], prompt=f"the fox {i}", max_tokens=1), range(8)))
+    assert [reply.status_code for reply in replies] == [200] * 8
+    assert most == [1] * 8
+
+
 def test_drafts_are_counted_as_vllm_counts_them(pair: Path) -> None:
     """Would catch acceptance that nobody can watch in production, or that counts something else than the engine's."""
     with running(pair) as (_, url):
-        chat(url, TEXTS[0], max_tokens=30, temperature=0, ignore_eos=True)
+        usage = chat(url, TEXTS[0], max_tokens=30, temperature=0, ignore_eos=True).json()["usage"]
         root = url.removesuffix("/v1")
         assert httpx.get(f"{root}/health", trust_env=False).status_code == 200
         text = httpx.get(f"{root}/metrics", trust_env=False).text
@@ -226,6 +285,10 @@ def test_drafts_are_counted_as_vllm_counts_them(pair: Path) -> None:
     assert found["spec_decode_num_draft_tokens_total"] <= 3 * drafts
     by_position = [value for name, value in found.items() if "per_pos" in name]
     assert sum(by_position) == accepted
+    assert usage["completion_tokens_details"] == {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": found["spec_decode_num_draft_tokens_total"] - accepted,
+    }
     assert by_position == sorted(by_position, reverse=True)
     assert found["num_requests_running"] == found["num_requests_waiting"] == 0
 
@@ -249,8 +312,42 @@ def test_whoever_has_gone_is_not_computed_for(pair: Path, monkeypatch: pytest.Mo
         assert server.answers.running == 0
 
 
-def test_a_fault_of_the_engine_ends_no_server(pair: Path) -> None:
-    """Would catch a request that waits for ever behind a failed pass, and a server that answers nobody afterwards."""
+def hang_up(server: Server, text: str) -> socket.socket:
+    """A question whose whole answer is wanted at once: until its end nothing is written that could fail."""
+    asked = json.dumps({"prompt": text, "max_tokens": 100, "ignore_eos": True, "temperature": 0})
+    connection = socket.create_connection(("127.0.0.1", server.server_port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(asked)}\r\n\r\n"
+    connection.sendall(f"{head}{asked}".encode())
+    return connection
+
+
+def test_whoever_hangs_up_before_anything_is_written(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch an engine that is busy for nobody, with an answer that goes on or with one that waits its turn."""
+    step, begun = Batch.step, Event()
+
+    def slow(self: Batch, emit: Any) -> None:
+        begun.set()
+        time.sleep(0.02)  # for the clients to be gone before the end
+        step(self, emit)
+
+    monkeypatch.setattr(Batch, "step", slow)
+    with running(pair, at_once=1) as (server, url):
+        first = hang_up(server, "a")
+        assert begun.wait(30)
+        second = hang_up(server, "b")
+        while not server.answers.waiting.qsize():
+            time.sleep(0.001)
+        first.close()
+        second.close()
+        assert ask(url, prompt="c", max_tokens=2, ignore_eos=True).status_code == 200
+        assert server.answers.counts.requests == 2
+        assert server.answers.counts.tokens < 100
+
+
+def test_a_fault_of_the_engine_ends_no_server(pair: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Would catch a request that waits for ever behind a failed pass, a server that answers nobody afterwards, and a
+    fault that is nowhere in its log.
+    """
 
     def fails(self: Batch, emit: Any) -> None:
         raise RuntimeError("a pass failed")
@@ -262,6 +359,7 @@ def test_a_fault_of_the_engine_ends_no_server(pair: Path) -> None:
             assert (reply.status_code, "a pass failed" in reply.text) == (500, True)
             assert "a pass failed" in chat(url, TEXTS[0], max_tokens=8, stream=True).text
         assert chat(url, TEXTS[0], max_tokens=8).status_code == 200
+    assert "RuntimeError: a pass failed" in capfd.readouterr().err
 
 
 def test_a_taken_address_is_told_before_a_model_is_loaded(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,3 +394,43 @@ def test_the_command_serves_until_it_is_interrupted(
     assert f"http://127.0.0.1:{port}/v1" in capsys.readouterr().out
     assert main([*told, "--print"]) == 2
     assert "--print: is for --engine vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server_and_what_it_answers(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], sign: signal.Signals
+) -> None:
+    """Would catch a service manager that kills an engine in the middle of a pass, and a client that is told nothing."""
+    step, begun, told = Batch.step, Event(), list[str]()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+
+    def slow(self: Batch, emit: Any) -> None:
+        begun.set()
+        time.sleep(0.02)
+        step(self, emit)
+
+    def client(port: int) -> None:
+        while not told:
+            try:
+                asked = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "temperature": 0, "stream": True}
+                with httpx.stream(
+                    "POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60, trust_env=False
+                ) as reply:
+                    assert begun.wait(30)
+                    os.kill(os.getpid(), sign)
+                    told.append(reply.read().decode())
+            except httpx.ConnectError:
+                time.sleep(0.01)
+
+    monkeypatch.setattr(Batch, "step", slow)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(client, port)
+        assert main(["serve", str(pair), "--engine", "qspec", "--port", str(port)]) == 130
+        asking.result()
+    assert "the server was stopped" in told[0]
+    assert "[DONE]" not in told[0]
+    assert "Traceback" not in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    socket.create_server(("127.0.0.1", port)).close()
