@@ -152,9 +152,6 @@ class VerifyTimes:
         """A pass's time, at most twice that of its rows one by one: beyond that it was held up, as by sleep."""
         return min(seconds, HELD_UP * rows * median(self._by_rows[1])) if rows > 1 and self.plain else seconds
 
-    def has(self, rows: int) -> bool:
-        return rows in self._by_rows
-
     @property
     def plain(self) -> int:
         """How many recent plain passes there are timings of."""

@@ -156,8 +156,7 @@ class Optimal:
     def _settle(self, source: Source, drafted: int, accepted: int, t_draft: float, t_verify: float) -> None:
         """Learn from a step that a drafter was asked in, and book what it gained."""
         confidences, silent = self._judge.confidences, drafted == 0
-        known = source.times.known and self._verify_times.has(drafted + 1)
-        seconds = t_draft + (self._verify[0] if silent else t_verify)
+        known, seconds = source.times.known, t_draft + (self._verify[0] if silent else t_verify)
         expected, invested = source.expected(drafted, t_draft, confidences)
         expected += self._verify[min(drafted, self._max)]
         source.learn(drafted, accepted, t_draft, confidences)

@@ -156,20 +156,20 @@ def test_timings_that_jump_do_not_end_speculation() -> None:
     assert world.lengths[100:].count(0) < 50
 
 
-def test_a_machine_that_slept_does_not_end_speculation() -> None:
-    """Catches one pass of an hour among the first drafts, which made all lengths seem too dear to be tried again."""
-    world, policy, slept = World(0.05, 0.05, 0.9), Optimal(4, 8), list[float]()
+@pytest.mark.parametrize(("part", "at"), [("verify", 1), ("verify", 40), ("draft", 40)])
+def test_a_machine_that_slept_does_not_end_speculation(part: str, at: int) -> None:
+    """Catches one pass of an hour that makes all lengths seem too dear, or is booked as lost and never brought back."""
+    world, policy, drafts = World(0.05, 0.05, 0.9), Optimal(4, 8), list[int]()
     update = policy.update
 
     def sleepy(drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
-        if drafted and not slept:
-            slept.append(3600.0)
-            t_verify += 3600.0
-        update(drafted, accepted, t_draft, t_verify)
+        drafts.extend([drafted] * (drafted > 0))
+        slept = 3600.0 if drafted and len(drafts) == at else 0.0
+        update(drafted, accepted, t_draft + slept * (part == "draft"), t_verify + slept * (part == "verify"))
 
     policy.update = sleepy  # type: ignore[method-assign]
     world.run(policy, 4000)
-    assert slept
+    assert len(drafts) > at
     assert world.lengths[-500:].count(0) < 50  # what seemed lost, 3 passes, is waited for: that takes about 1,000
 
 
