@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _question(self) -> Question | None:
         """What is asked; None where it has been refused."""
         size = self.headers.get("Content-Length", "")
-        if not size.isdigit() or int(size) > MOST_BYTES:
+        if not (size.isdecimal() and len(size) < 10 and int(size) <= MOST_BYTES):
             self.close_connection = True  # its body stays unread
             self._refuse(413, f"a body of {size or 'unsaid'} bytes: {MOST_BYTES} are read at most; send less")
             return None
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         try:
             data = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecipeError("request", f"is not JSON ({error})", "send a JSON object") from error
         question = validate(kind, data, "request")
         if question.model not in ("", name):

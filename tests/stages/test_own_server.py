@@ -202,6 +202,7 @@ def test_text_that_may_become_a_stop_string_is_held_back(pieces: list[str], told
         ("completions", {"prompt": [10**6]}, 400, "token 1000000: the model knows 300"),
         ("completions", {"prompt": []}, 400, "empty prompt"),
         ("completions", {"prompt": "a", "max_tokens": 1000}, 400, "the context holds 128"),
+        ("completions", {"prompt": "a", "max_tokens": 10**30}, 400, "the context holds 128"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature -1"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("completions", {"prompt": ["a", "b"]}, 400, "must have at most 1 item"),
@@ -267,6 +268,16 @@ def test_one_thread_at_a_time_tokenizes(served: tuple[Server, str], monkeypatch:
         replies = list(pool.map(lambda i: ask(served[1], prompt=f"the fox {i}", max_tokens=1), range(8)))
     assert [reply.status_code for reply in replies] == [200] * 8
     assert most == [1] * 8
+
+
+@pytest.mark.parametrize("size", ["", "-1", "²", "9" * 5000])
+def test_sizes_that_are_none_are_refused(served: tuple[Server, str], size: str) -> None:
+    """Would catch a failure of the server told for what was asked wrongly, and a body read as the next request."""
+    with socket.create_connection(("127.0.0.1", served[0].server_port)) as raw:
+        raw.sendall(f"POST /v1/completions HTTP/1.1\r\nContent-Length: {size}\r\n\r\n".encode("latin-1"))
+        assert b" 413 " in raw.recv(100)
+    deep = httpx.post(f"{served[1]}/completions", content=b"[" * 100_000, timeout=60, trust_env=False)
+    assert (deep.status_code, "is not JSON" in deep.text) == (400, True)
 
 
 def test_drafts_are_counted_as_vllm_counts_them(pair: Path) -> None:
