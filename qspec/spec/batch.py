@@ -16,6 +16,7 @@ from qspec.nn.lm import BatchLM, GreedyLM, torch_beside
 from qspec.numerics.trees import Parents
 from qspec.spec.draft_length import BatchLimited, Heuristic, Schedule
 from qspec.spec.request import Request, check_prompt, drafts
+from qspec.spec.shares import PassShares
 from qspec.spec.types import Drafter, DraftLength, Generation, Proposal, Sampling, Verdict
 
 
@@ -45,7 +46,7 @@ def generate_batch(
     Tokens are bit for bit those of `engine.generate` where rows are computed as if alone (`nn.attention.EXACT_ROWS`).
     A request leaves the batch when it is finished; prompts are read one after the other. schedule: most drafts by the
     number of requests that go on. on_tokens: called with a request's number and its tokens as they are committed.
-    A step's seconds are shared out evenly, so the steps of all requests add up to wall-clock time.
+    A step's seconds are shared out (a pass's by `PassShares`), so the steps of all requests add up to wall-clock time.
     Raises `RecipeError` as `engine.generate` does.
     """
     for prompt in prompts:
@@ -76,6 +77,7 @@ class Batch:
         self._schedule = schedule
         self._active: dict[int, Request] = {}
         self._targets: dict[int, BatchLM] = {}
+        self._shares = PassShares()
 
     def __len__(self) -> int:
         return len(self._active)
@@ -93,7 +95,7 @@ class Batch:
     @torch.no_grad()
     def step(self, emit: Callable[[int, list[int]], None]) -> None:
         """One pass of the target for all, none of them finished; `emit` is told the tokens of each by its number."""
-        _step(self._active, self._targets, emit)
+        _step(self._active, self._targets, self._shares, emit)
 
     def finished(self) -> list[int]:
         return [number for number, request in self._active.items() if request.stopped() is not None]
@@ -118,7 +120,12 @@ def _request(
     return Request(target, prompt.drafter, policy, prompt.tokens, end, sampling, eos_ids, prompt.generator)
 
 
-def _step(active: dict[int, Request], forks: dict[int, BatchLM], emit: Callable[[int, list[int]], None]) -> None:
+def _step(
+    active: dict[int, Request],
+    forks: dict[int, BatchLM],
+    shares: PassShares,
+    emit: Callable[[int, list[int]], None],
+) -> None:
     """One pass for all requests that go on."""
     begin, requests = perf_counter(), list(active.values())
     proposals = drafts(requests)
@@ -126,17 +133,18 @@ def _step(active: dict[int, Request], forks: dict[int, BatchLM], emit: Callable[
     tokens, parents = zip(*map(Request.rows, requests, proposals), strict=True)
     sequences = [forks[i] for i in active]
     verdicts = _verify(requests, proposals, sequences, tokens, parents)
-    t_verify = (perf_counter() - fed) / len(requests)
+    verifying = perf_counter() - fed
+    t_verify = shares.of(verifying, list(map(len, tokens)))
     counts: list[tuple[int, int]] = []
-    for i, proposal, verdict in zip(active, proposals, verdicts, strict=True):
+    for i, proposal, verdict, seconds in zip(active, proposals, verdicts, t_verify, strict=True):
         drafted, committed = active[i].commit(proposal, verdict)
         counts.append((drafted, len(committed) - 1))
-        active[i].policy.update(*counts[-1], proposal.seconds, t_verify)
+        active[i].policy.update(*counts[-1], proposal.seconds, seconds)
         emit(i, committed)
     drafting = sum(proposal.seconds for proposal in proposals)
-    t_other = (perf_counter() - begin - drafting) / len(requests) - t_verify
-    for request, proposal, (drafted, accepted) in zip(requests, proposals, counts, strict=True):
-        request.book(drafted, accepted, proposal, t_verify, t_other)
+    t_other = (perf_counter() - begin - drafting - verifying) / len(requests)
+    for request, proposal, (drafted, accepted), seconds in zip(requests, proposals, counts, t_verify, strict=True):
+        request.book(drafted, accepted, proposal, seconds, t_other)
 
 
 def _verify(

@@ -106,10 +106,13 @@ class Optimal:
         return self._max if source.stated else source.best
 
     def price(self, source: Source, n: int) -> float:
-        """Chance to stand that its n-th draft token is to have: what its seconds would bring at the present speed."""
+        """Chance to stand that its n-th draft token is to have: what its seconds would bring at the present speed.
+
+        One token is free before the seconds of drafting are known.
+        """
         if n > self._max:
             return inf
-        if not source.times.known or not self._verify[0]:
+        if not self._verify[0] or (n == 1 and not source.times.known):
             return 0.0
         tokens, seconds = self._lately
         rate = max(1 / self._verify[0], tokens / seconds)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import hashlib
 from pathlib import Path
 from statistics import median
@@ -72,6 +72,7 @@ class LoadedPair:
     drafter: Drafter
     policy: DraftLength
     head: MLPSpeculator | None = None
+    batch_policies: dict[int, list[DraftLength]] = field(default_factory=dict)  # by the size of batches
 
     def generate(
         self,
@@ -128,9 +129,9 @@ class LoadedPair:
         """Answer several prompts together, every step one pass of the target for all of them; results in their order.
 
         Each has a drafter, a policy and randomness (`seed` + its number) of its own, so answers are those of one by one
-        where rows are computed as if alone. `draft_length.by_batch` caps drafts by how many go on. `on_text` is told
-        the prompt's number too, from one other thread. Completions have no `stats`: a batch has no plain step to
-        compare with.
+        where rows are computed as if alone; policies that learn keep it for the next batch of as many prompts.
+        `draft_length.by_batch` caps drafts by how many go on. `on_text` is told the prompt's number too, from one other
+        thread. Completions have no `stats`: a batch has no plain step to compare with.
         Raises `RecipeError` for a target that serves one request at a time.
         """
         _check_seed(seed)
@@ -138,16 +139,19 @@ class LoadedPair:
             rule = f"{type(self.target).__name__} serves one request at a time"
             raise RecipeError(f"a batch of {len(prompts)} prompts", rule, "call generate for each")
         length = self.recipe.speculation.draft_length
+        if len(prompts) not in self.batch_policies:
+            self.batch_policies[len(prompts)] = [request_policy(length) for _ in prompts]
+        policies = self.batch_policies[len(prompts)]
         asked = [
             Prompt(
                 prompt_tokens(self.model.tokenizer, prompt)[0],
                 max_new_tokens,
                 torch.Generator().manual_seed((seed + i) % (MOST_SEED + 1)),
                 self.new_drafter() if speculative else None,
-                request_policy(length),
+                policy,
                 domain,
             )
-            for i, prompt in enumerate(prompts)
+            for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True))
         ]
         sampling = self._sampling(temperature, top_k, top_p)
         with ThreadPoolExecutor(1, "qspec-text") as worker:

@@ -275,3 +275,13 @@ def test_a_lookup_beside_a_model_has_a_length_of_its_own() -> None:
         lengths[name].append(len(stands))
     assert 1 <= max(lengths["lookup"][100:]) <= 5  # 2 bring most by formula: 2.19 tokens in 1.64 s
     assert max(lengths["model"][100:]) > 5
+
+
+def test_first_drafts_are_worth_their_rows() -> None:
+    """Catches tokens that hardly ever stand, drafted two at once because nothing is known of what drafting takes."""
+    for confidence, second in ((0.05, False), (0.5, True)):
+        policy = Optimal(4, 8)
+        for _ in range(3):
+            policy.update(0, 0, 0.0, 1.0)
+        assert policy.next() == 2
+        assert [policy.judge()(confidence) for _ in range(2)] == [True, second]

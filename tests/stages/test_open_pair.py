@@ -125,6 +125,16 @@ def test_a_batch_answers_as_one_by_one(pairs: dict[str, LoadedPair], name: str, 
     assert pair.generate_batch([]) == []
 
 
+def test_policies_learn_from_batch_to_batch(pairs: dict[str, LoadedPair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches first looks at a draft that every batch pays for anew, and costs of one size taken for another's."""
+    pair, made = pairs["suffix"], list[object]()
+    monkeypatch.setattr(stage, "request_policy", lambda spec: made.append(spec) or draft_policy(spec))
+    pair.batch_policies.clear()
+    for count in (2, 2, 3, 2):
+        pair.generate_batch(["the quick"] * count, 4)
+    assert len(made) == 2 + 3
+
+
 def test_a_pair_for_a_gpu_runs_on_one(
     pairs: dict[str, LoadedPair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
