@@ -68,8 +68,8 @@ Overrides = Annotated[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 done, 2 refused (one line on stderr), 3 a gate missed, 130 interrupted."""
-    if isinstance(sys.stdout, TextIOWrapper):  # a terminal of few characters gets ? for the others, no traceback
-        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, TextIOWrapper):  # what its encoding lacks is spelled out, as on standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = app(args=argv, prog_name="qspec", standalone_mode=False) or 0
         if sys.stdout is not None:

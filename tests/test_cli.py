@@ -274,8 +274,8 @@ def test_a_terminal_of_few_characters_is_no_traceback(monkeypatch: pytest.Monkey
     """Would catch a UnicodeEncodeError in place of a plan, where standard output takes ASCII or Latin-1 alone."""
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    assert cli.main(["plan", RECIPE]) == 0
-    assert b"224 layers" in written.getvalue()
+    assert cli.main(["plan", RECIPE, "--set", "description=fast → small"]) == 0
+    assert b"fast \\u2192 small" in written.getvalue()
 
 
 def test_two_models_cannot_be_proven(capsys: Capture):
