@@ -10,12 +10,11 @@ from qspec.progress import Progress
 from qspec.provenance import environment, staged_dir
 from qspec.records import LoadedModel
 from qspec.schema.recipe import ModelDraft, Recipe
-from qspec.schema.results import Results
+from qspec.schema.results import Accuracy, Results
 from qspec.stages.bench import bench
 from qspec.stages.bench_arm import Arm
 from qspec.stages.check import check, read_manifest, weight_digests
 from qspec.stages.finished import asked, load_original, require_new
-from qspec.stages.load import load
 from qspec.stages.open_pair import LoadedPair, open_pair
 from qspec.stages.package import seal
 from qspec.stages.pad import match_rows
@@ -24,6 +23,7 @@ from qspec.stages.report import report
 from qspec.stages.stale import measured
 
 NO_ACCURACY = "Accuracy was not measured in this run."
+EARLIER = "Accuracy was measured earlier"
 NO_ORIGINAL = "The original was not run: nothing here is a speedup over it."
 
 
@@ -75,10 +75,11 @@ def bench_pair(
 
 def _beside_accuracy(results: Results, before: Results | None) -> Results:
     """With the accuracy that was measured of the same halves earlier, and where."""
-    if before is None or before.digests != results.digests:
+    if before is None or before.digests != results.digests or before.accuracy == Accuracy():
         return results
     where = before.environment.get("cpu", "another machine")
-    earlier = f"Accuracy was measured earlier ({where}, qspec {before.environment.get('qspec', 'unknown')})."
+    first = f"{EARLIER} ({where}, qspec {before.environment.get('qspec', 'unknown')})."
+    earlier = next((limit for limit in before.limits if limit.startswith(EARLIER)), first)
     limits = (earlier, *(limit for limit in results.limits if limit != NO_ACCURACY))
     told = results.recipe | {"evaluation": before.recipe.get("evaluation")}
     return results.model_copy(
@@ -98,9 +99,9 @@ def _originals(pair: LoadedPair) -> dict[str, Arm]:
     recipe = pair.recipe
     draft: LoadedModel | None = None
     try:
-        target = load_original(pair.manifest, recipe)
+        target = load_original(recipe.target, pair.manifest.target)
         if isinstance(recipe.draft, ModelDraft) and recipe.draft.training is None:
-            draft = match_rows(load(recipe.draft), target.arch.vocab_size)
+            draft = match_rows(load_original(recipe.draft, pair.manifest.draft), target.arch.vocab_size)
     except SourceError as error:
         raise SourceError(error.value, error.rule, f"{error.fix}, or leave it out: --no-original") from error
     return original_runs(Arms(recipe, Originals(target, draft), pair))

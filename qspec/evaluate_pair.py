@@ -106,7 +106,7 @@ def _by_vllm(job: Job) -> list[TaskResult]:
         return []
     recipe, arch, original = job.recipe, job.target.arch, job.work / "original"
     context = min(recipe.speculation.max_length or arch.max_positions, arch.max_positions)
-    model = load_original(read_manifest(job.pair), recipe)
+    model = load_original(recipe.target, read_manifest(job.pair).target)
     compressed.write_float(model, original, compute_dtype(recipe.dtype))
     jobs = {
         "original": original_serving(original, recipe, context, job.more),
@@ -130,7 +130,7 @@ def _own(job: Job) -> Accuracy:
         return Accuracy()
     recipe = job.recipe.model_copy(update={"evaluation": spec.model_copy(update={"tasks": tasks})})
     job.progress.stage("load")
-    target = load_original(read_manifest(job.pair), recipe)
+    target = load_original(recipe.target, read_manifest(job.pair).target)
     rehearse(recipe, target, calibrates=False)
     arms = Arms(recipe, Originals(target, None), open_pair(job.pair))
     return measure_accuracy(arms, job.work, job.progress)

@@ -128,3 +128,7 @@ def test_a_pair_can_carry_what_was_measured_later(made: Path, tmp_path: Path, ca
     assert manifest.lossless is not None
     assert [proof["equal"] for proof in manifest.lossless["equality"]] == [2, 2]
     assert any(kept["metric"] == "acceptance rate alpha" for kept in manifest.measurements)
+    assert main([*told, str(tmp_path / "again")]) == 0
+    again = measured(pair)
+    assert again is not None
+    assert again.limits == found.limits  # still of where accuracy was measured, not of the benchmark in between

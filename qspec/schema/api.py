@@ -38,7 +38,8 @@ class Question(Strict):
     @classmethod
     def _some(cls, value: Any) -> Any:
         """One text is a list of one; null is none; an empty one would end every answer."""
-        return tuple(text for text in ([value] if isinstance(value, str) else value or ()) if text != "")
+        given = [value] if isinstance(value, str) else () if value is None else value
+        return tuple(text for text in given if text != "") if isinstance(given, list | tuple) else given
 
 
 class CompletionQuestion(Question):

@@ -23,6 +23,7 @@ from qspec.stages.open_pair import LoadedPair
 from qspec.stages.text_stream import TextStream
 
 Reason = Literal["stop", "length"]
+STOPPED = "the server was stopped"
 
 
 class Until:
@@ -160,6 +161,8 @@ class Answers:
     def ask(self, answer: Answer) -> Answer:
         """Queue a request. Raises `RecipeError` for a prompt that cannot be continued."""
         check_prompt(answer.prompt, self.pair.target.max_length)
+        if self._closed:
+            raise RuntimeError(STOPPED)
         self.waiting.put(answer)
         return answer
 
@@ -172,10 +175,10 @@ class Answers:
                 except Exception as error:  # noqa: BLE001 (whoever waits is told, and the next are answered)
                     traceback.print_exc()
                     self._end_all(error)
-        self._end_all(RuntimeError("the server was stopped"))
+        self._end_all(RuntimeError(STOPPED))
         while not self.waiting.empty():
             if (answer := self.waiting.get()) is not None:
-                answer.pieces.put(RuntimeError("the server was stopped"))
+                answer.pieces.put(RuntimeError(STOPPED))
 
     def _admit(self, worker: Executor) -> bool:
         """Let requests in while there is room; waits while nothing goes on. False: it is over."""
@@ -212,10 +215,12 @@ class Answers:
 
     def _place(self, number: int) -> _Place:
         pair = self.pair
-        drafter = pair.drafter if number == 0 else pair.new_drafter()
+        drafter = None
+        if self._speculative:
+            drafter = pair.drafter if number == 0 else pair.new_drafter()
         policy = request_policy(pair.recipe.speculation.draft_length)
         target = pair.target if number == 0 else pair.target.fork()
-        return _Place(cast("BatchLM", target), drafter if self._speculative else None, policy)
+        return _Place(cast("BatchLM", target), drafter, policy)
 
     def _told(self, number: int, tokens: list[int]) -> None:
         going = self._going[number]
@@ -230,7 +235,11 @@ class Answers:
         for number, going in list(self._going.items()):
             if number in finished or going.until.reached or not going.answer.wanted:
                 del self._going[number]
-                self._finish(going, self._batch.leave(number))
+                try:
+                    self._finish(going, self._batch.leave(number))
+                except Exception as error:  # noqa: BLE001 (only whoever asked it is told)
+                    traceback.print_exc()
+                    going.answer.pieces.put(error)
 
     def _finish(self, going: _Going, request: Request) -> None:
         answer = going.answer

@@ -5,8 +5,8 @@ from pathlib import Path
 from qspec.errors import OutputError, RecipeError, SourceError
 from qspec.provenance import require_writable
 from qspec.records import LoadedModel
-from qspec.schema.manifest import Manifest
-from qspec.schema.recipe import Recipe
+from qspec.schema.manifest import Half
+from qspec.schema.recipe import ModelSpec, Recipe
 from qspec.stages.load import load, locate
 
 
@@ -26,9 +26,9 @@ def require_new(out: Path) -> None:
     require_writable(out)
 
 
-def load_original(manifest: Manifest, recipe: Recipe) -> LoadedModel:
-    """The model that the target was made from, of the Hub in that revision; raises `SourceError` for other weights."""
-    spec, made_from = recipe.target, manifest.target.source
+def load_original(spec: ModelSpec, half: Half) -> LoadedModel:
+    """The model that a half was made from, of the Hub in that revision; raises `SourceError` for other weights."""
+    made_from = half.source
     if locate(spec).path is None:
         spec = spec.model_copy(update={"revision": made_from.get("revision") or spec.revision})
     model = load(spec)

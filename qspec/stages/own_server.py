@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import json
 from pathlib import Path
 import socket
+import sys
 from typing import Any
 
 from qspec.errors import OutputError, QspecError, RecipeError
@@ -34,6 +35,11 @@ class Server(ThreadingHTTPServer):
         except OSError as error:
             rule = f"cannot be listened at ({error.strerror})"
             raise OutputError(f"{host}:{port}", rule, "give another one: --host, --port") from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever hangs up is no fault of the server."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 @contextmanager

@@ -204,6 +204,8 @@ def test_text_that_may_become_a_stop_string_is_held_back(pieces: list[str], told
         ("completions", {"prompt": "a", "max_tokens": 1000}, 400, "the context holds 128"),
         ("completions", {"prompt": "a", "max_tokens": 10**30}, 400, "the context holds 128"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature -1"),
+        ("completions", {"prompt": "a", "stop": 5}, 400, "stop 5"),
+        ("completions", {"prompt": "a", "stop": {"a": 1}}, 400, "stop {'a': 1}"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("completions", {"prompt": ["a", "b"]}, 400, "must have at most 1 item"),
         (
@@ -371,6 +373,24 @@ def test_a_fault_of_the_engine_ends_no_server(pair: Path, capfd: pytest.CaptureF
             assert "a pass failed" in chat(url, TEXTS[0], max_tokens=8, stream=True).text
         assert chat(url, TEXTS[0], max_tokens=8).status_code == 200
     assert "RuntimeError: a pass failed" in capfd.readouterr().err
+
+
+def test_a_text_that_cannot_be_read_fails_its_own_request(
+    pair: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a client that waits for ever for what failed at its end, and a fault told to whoever is beside it."""
+    with running(pair) as (server, url):
+        decode = server.answers.pair.model.tokenizer.decode
+
+        def fails_once(tokens: list[int], **options: Any) -> str:
+            monkeypatch.setattr(server.answers.pair.model.tokenizer, "decode", decode)
+            raise ValueError("no such text")
+
+        monkeypatch.setattr(server.answers.pair.model.tokenizer, "decode", fails_once)
+        failed = ask(url, prompt=TEXTS[0], max_tokens=4)
+        assert (failed.status_code, "no such text" in failed.text) == (500, True)
+        assert ask(url, prompt=TEXTS[0], max_tokens=4).status_code == 200
+    assert "no such text" in capfd.readouterr().err
 
 
 def test_a_taken_address_is_told_before_a_model_is_loaded(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def probe(chromium: str, page: Path, tmp_path: Path, width: int, *options: str) 
 def test_the_page_works_on_a_desktop(chromium: str, pages: dict[str, Path], tmp_path: Path):
     """Would catch a script that fails, a table that sorts text, a filter or a tooltip that does nothing."""
     found = probe(chromium, pages["one"], tmp_path, 1200)
-    assert len(found["plots"]) == 11
+    assert len(found["plots"]) == 14
     assert min(found["plots"]) > 300
     assert found["outside"] == 0
     assert found["needed"] <= found["width"]
