@@ -11,7 +11,7 @@ from speed_journal import WORK, Study
 import torch
 
 from qspec.nn.engines import engine_name
-from qspec.numerics.pareto import schedule
+from qspec.numerics.pareto import paying
 from qspec.numerics.speedup import pass_cost
 from qspec.progress import Progress
 from qspec.provenance import environment
@@ -68,10 +68,12 @@ def limits(subject: SpeedSubject, rows: Sequence[Row]) -> Iterator[Row]:
         mine = [r for r in rows if r["arm"] == arm and spec.draft is not None]
         if not mine:
             continue
-        last = max((r["batch"] for r in mine if r["tpot_speedup"][0] > 1), default=0)
-        by_batch = {batch: spec.policy.longest if batch <= last else 0 for batch in subject.batches}
+        gains = dict.fromkeys(subject.batches, 0.0)
+        for row in mine:
+            gains[row["batch"]] = max(gains[row["batch"]], row["tpot_speedup"][0])
+        last, by_batch = paying(gains, spec.policy.longest)
         off = next((batch for batch in subject.batches if batch > last), None)
-        yield {"arm": arm, "never_pays_from_batch": off, "by_batch": schedule(by_batch)}
+        yield {"arm": arm, "never_pays_from_batch": off, "by_batch": by_batch}
 
 
 def main() -> None:

@@ -32,6 +32,15 @@ def choose(costs: Mapping[K, Costs], limits: Sequence[float | None]) -> tuple[K,
     return best, excess(costs[best], limits) == 0
 
 
+def paying(gains: Mapping[int, float], longest: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """The largest batch size with a speedup above 1 (0: none has), and the schedule that drafts up to there.
+
+    gains: speedup of drafting by batch size; longest: the most that is drafted at once.
+    """
+    last = max((size for size, gain in gains.items() if gain > 1), default=0)
+    return last, schedule({size: longest if size <= last else 0 for size in gains})
+
+
 def schedule(best: Mapping[int, int]) -> list[tuple[int, int, int]]:
     """`[lo, hi, K]` from the best draft length at each measured batch size, never rising: more rows never make drafts
     cheaper, so a rise is noise. Ranges reach from one measured size to the next.

@@ -7,6 +7,7 @@ import torch
 from qspec.nn.engines import AnyDecoder
 from qspec.numerics.roofline import PassCost
 from qspec.records import LoadedModel, QuantizedModel
+from qspec.schema.devices import read_device
 from qspec.schema.recipe import MlpDraft, ModelDraft, NgramDraft, Recipe
 from qspec.spec.drafters.ngram import NgramDrafter
 from qspec.spec.types import Drafter
@@ -15,7 +16,7 @@ from qspec.stages.check import real_vocab
 from qspec.stages.drafting import draft_policy, model_drafter
 from qspec.stages.footprint import footprint, mlp_footprint
 from qspec.stages.open_pair import LoadedPair
-from qspec.stages.planned import head_rows
+from qspec.stages.planned import computed_with, head_rows
 
 Opened = tuple[LoadedModel, AnyDecoder]
 """A float model, and what runs it."""
@@ -71,7 +72,5 @@ def _cost(model: LoadedModel | QuantizedModel, recipe: Recipe, rows: int = 0) ->
 
 def _width(recipe: Recipe) -> int:
     """Bytes of a float as it is computed with."""
-    if recipe.dtype == "auto":
-        return 4 if recipe.device == "cpu" else 2
-    dtype: torch.dtype = getattr(torch, recipe.dtype)
+    dtype: torch.dtype = getattr(torch, computed_with(recipe, read_device(recipe.device)))
     return dtype.itemsize

@@ -179,7 +179,7 @@ def resolve(recipe: Recipe) -> PlannedPair:
     """Shapes, plans and bytes of both halves. Raises `RecipeError` or `SourceError` for what has no plan at all."""
     _known_data(recipe)
     sheet = read_device(recipe.device)
-    dtype = recipe.dtype if recipe.dtype != "auto" else "float32" if sheet.capability is None else "bfloat16"
+    dtype = computed_with(recipe, sheet)
     width: int = getattr(torch, dtype).itemsize
     arch, stored = resolve_model(recipe.target, recipe.dtype)
     target = plan_half(recipe.target.model, arch, recipe.target.quantization, width, stored)
@@ -202,6 +202,13 @@ def resolve(recipe: Recipe) -> PlannedPair:
     pair = PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
     _own_files(pair)
     return pair
+
+
+def computed_with(recipe: Recipe, sheet: DeviceSheet) -> str:
+    """Name of the dtype that floats are computed in on a device."""
+    if recipe.dtype != "auto":
+        return recipe.dtype
+    return "float32" if sheet.capability is None else "bfloat16"
 
 
 def resolve_model(spec: ModelSpec, dtype: Dtype = "auto") -> tuple[ArchMap, int]:

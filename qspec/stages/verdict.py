@@ -3,7 +3,7 @@
 import math
 
 from qspec.numerics.paired import shown_sign
-from qspec.numerics.pareto import schedule
+from qspec.numerics.pareto import paying
 from qspec.schema.results import Acceptance, BatchSpeed, Equality, Fidelity, Ratio, Results, Speed, TaskResult
 from qspec.stages.budgets import budget_findings
 from qspec.stages.document import Finding, Tone, interval, number, percent, percents, times
@@ -180,9 +180,8 @@ def _schedule(results: Results) -> list[Finding]:
         return []
     rows = [b for b in speed.batches if (b.arm, b.temperature) == (own, first) and b.speedup is not None]
     gains = {1: alone} | {b.batch: b.speedup.value if b.draft_length and b.speedup else 0.0 for b in rows}
-    last = max((batch for batch, gain in gains.items() if gain > 1), default=0)
-    longest = length["k"] if length["policy"] == "fixed" else length["max_k"]
-    told = [list(part) for part in schedule({b: longest if b <= last else 0 for b in gains})]
+    last, ranges = paying(gains, length["k"] if length["policy"] == "fixed" else length["max_k"])
+    told = [list(part) for part in ranges]
     if max(gains) <= last or told == length["by_batch"]:
         return []
     return [Finding("plain", f"of these sizes follows speculation.draft_length.by_batch: {told}", "do")]

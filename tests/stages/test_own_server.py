@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from qspec.bridges import vllm
 from qspec.bridges.openai_api import Api
 from qspec.cli import main
 from qspec.errors import OutputError
@@ -417,8 +418,7 @@ def test_the_command_serves_until_it_is_interrupted(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Server, "serve_forever", serve)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = vllm.free_port()
     told = ["serve", str(pair), "--engine", "qspec", "--port", str(port), "--at-once", "2"]
     assert main(told) == 130
     assert asked[0].status_code == 200
@@ -454,8 +454,7 @@ def test_a_signal_ends_the_server_and_what_it_answers(
                 time.sleep(0.01)
 
     monkeypatch.setattr(Batch, "step", slow)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = vllm.free_port()
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(client, port)
         assert main(["serve", str(pair), "--engine", "qspec", "--port", str(port)]) == 130
