@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qspec.pair.open import LoadedPair
     from qspec.records import QuantizedModel
     from qspec.schema.recipe import Recipe
-    from qspec.stages.open_pair import LoadedPair
 
 __version__ = "0.1.0"
 __all__ = ["check", "load_pair", "quantize", "read_recipe", "run"]
@@ -44,14 +44,14 @@ def load_pair(folder: str | Path, memory_limit: str | int | None = None, direct_
     memory_limit: bytes that the target's weights and caches may take, or `"2GiB"`; layers beyond it are read from disk
     for every pass. direct_io: past the system's file cache.
     """
-    from qspec.stages.open_pair import open_pair
+    from qspec.pair.open import open_pair
 
     return open_pair(folder, memory_limit=memory_limit, direct_io=direct_io)
 
 
 def check(folder: str | Path) -> list[str]:
     """Verify every file of a pair; returns remarks, raises `qspec.errors.IntegrityError` naming a file at fault."""
-    from qspec.stages.check import check as verify
+    from qspec.pair.check import check as verify
 
     return [str(finding) for finding in verify(Path(folder))]
 

@@ -16,7 +16,7 @@ import qspec
 from qspec.errors import OutputError, QspecError, RecipeError
 
 if TYPE_CHECKING:
-    from qspec.spec.types import Generation
+    from qspec.speculation.types import Generation
 
 HELP = """Quantize a language model and its draft together, and ship them as one speculative pair.
 
@@ -219,10 +219,10 @@ def plan(
 
     Formats by layer, memory, time, predicted speed, what serves which part and why not, and what the device refuses.
     """
+    from qspec.planning.preview import preview
+    from qspec.planning.preview_text import render
     from qspec.schema.recipe import Recipe
-    from qspec.stages.preflight import Finding, raise_refused
-    from qspec.stages.preview import preview
-    from qspec.stages.preview_text import render
+    from qspec.schemes.device_rules import Finding, raise_refused
 
     view = preview(Recipe.read(recipe, tuple(overrides or ())))
     print(json.dumps(view, indent=2, ensure_ascii=False) if as_json else render(view), end="\n" if as_json else "")
@@ -252,7 +252,7 @@ def tune(
     acceptance and KL are measured here, and speed is predicted for that device: what-if-DEVICE.html and .json.
     """
     from qspec.schema.recipe import Recipe
-    from qspec.tune_pair import tune as search, what_if
+    from qspec.tune.search import tune as search, what_if
 
     job = Recipe.read(recipe, (*(overrides or ()), *(["device=cpu"] if device == "cpu" else [])))
     if device not in (None, "cpu"):
@@ -326,8 +326,8 @@ def check(
     if draft is not None:
         if prove:
             raise RecipeError("--prove", "runs a pair, and two models are none yet", "make the pair: qspec run")
-        from qspec.stages.compatibility import compatibility
-        from qspec.stages.preflight import raise_refused
+        from qspec.planning.compatibility import compatibility
+        from qspec.schemes.device_rules import raise_refused
 
         found = compatibility(pair, draft, device or "cpu")
         print(*(f"{remark.level}: {remark}" for remark in found), sep="\n")
@@ -336,14 +336,14 @@ def check(
     for finding in qspec.check(pair):
         print(finding)
     if device is not None:
-        from qspec.stages.compatibility import on_device
-        from qspec.stages.preflight import raise_refused
+        from qspec.planning.compatibility import on_device
+        from qspec.schemes.device_rules import raise_refused
 
         found = on_device(Path(pair), device)
         print(*(f"{remark.level}: {remark}" for remark in found), sep="\n")
         raise_refused(found)
     if prove:
-        from qspec.stages.prove_pair import prove_pair
+        from qspec.remeasure import prove_pair
 
         print(*prove_pair(Path(pair)), sep="\n")
     print(f"{pair}: intact")
@@ -373,7 +373,7 @@ def evaluate(
     same prompts, which is checked. Servers of an OpenAI-style API are asked for completions, or, with
     --set evaluation.api.chat=true, for chat completions. Options behind -- go to vLLM's servers as they are.
     """
-    from qspec.evaluate_pair import evaluate_pair
+    from qspec.remeasure import evaluate_pair
 
     urls = {"original": original, "quantized": quantized}
     told = [f"evaluation.api.{arm}={url}" for arm, url in urls.items() if url is not None]
@@ -401,8 +401,8 @@ def bench(
     tried as well: --set speculation.draft_length.k=3. The pair stays as it is,
     or with --keep carries the new numbers; qspec report reads the folder.
     """
-    from qspec.bench_pair import bench_pair
-    from qspec.stages.headline import lead
+    from qspec.remeasure import bench_pair
+    from qspec.report.headline import lead
 
     print(lead(bench_pair(pair, out, tuple(overrides or ()), not no_original, keep)))
     print(f"{out}/report.html: written")
@@ -431,10 +431,9 @@ def inspect(
     A model: ranges, kurtosis and outlier channels of every linear layer, and the error that each scheme would make. A
     pair: formats, scales, saturated codes and bytes, and where its KV scales come from.
     """
+    from qspec.inspection.view import as_data, document, inspect as look_into
     from qspec.provenance import atomic_write, require_file
-    from qspec.stages import report_html, report_text
-    from qspec.stages.inspect import as_data, inspect as look_into
-    from qspec.stages.inspect_document import document
+    from qspec.report.render import html as report_html, text as report_text
 
     if html is not None:
         require_file(html)
@@ -476,10 +475,10 @@ def report(
     ttft_ms; .low and .high ask for an end of the interval.
     """
     from qspec.provenance import require_writable
-    from qspec.stages import report_data, report_text
-    from qspec.stages.gate import MISSED
-    from qspec.stages.report import write
-    from qspec.stages.report_gated import gated
+    from qspec.report.gate import MISSED
+    from qspec.report.gated import gated
+    from qspec.report.page import write
+    from qspec.report.render import data as report_data, text as report_text
 
     if out is not None:
         require_writable(out)
@@ -508,9 +507,9 @@ def sensitivity(
     A model without a recipe is taken with 16 texts of 256 tokens and the usual candidates; --set changes any of it:
     --set target.quantization.mixed.metric=kl, --set calibration.samples=8.
     """
+    from qspec.inspection.sensitivity import as_data, document, look
     from qspec.provenance import require_file
-    from qspec.stages import report_text
-    from qspec.stages.sensitivity_view import as_data, document, look
+    from qspec.report.render import text as report_text
 
     if out is not None:
         require_file(out)
@@ -532,9 +531,9 @@ def profile(
 
     Beside each matmul stands how many times longer it takes than this machine needs to read its stored bytes.
     """
-    from qspec.stages import report_text
-    from qspec.stages.open_pair import open_pair
-    from qspec.stages.profile import as_data, document, profile as measure
+    from qspec.inspection.profile import as_data, document, profile as measure
+    from qspec.pair.open import open_pair
+    from qspec.report.render import text as report_text
 
     found = measure(open_pair(pair, "torch" if torch_engine else "auto"), tokens)
     if as_json:
@@ -574,8 +573,8 @@ def serve(
         return
     import time
 
-    from qspec.bridges import vllm
-    from qspec.stages.serve import serving
+    from qspec.bridges.vllm import server as vllm
+    from qspec.serving.vllm import serving
 
     job = serving(pair, draft=not no_draft, more=context.args)
     for note in job.notes:
@@ -595,9 +594,9 @@ def serve(
 def _serve_own(pair: Path, host: str, port: int, at_once: int, speculative: bool, of_vllm: list[str]) -> None:
     if of_vllm:
         raise RecipeError(" ".join(of_vllm), "is for --engine vllm", "leave it out")
-    from qspec.bridges.vllm import ending_as_interrupted
+    from qspec.bridges.vllm.server import ending_as_interrupted
     from qspec.nn.engines import engine_name
-    from qspec.stages.own_server import serving_own
+    from qspec.serving.server import serving_own
 
     with ending_as_interrupted(), serving_own(pair, host, port, at_once, speculative) as server:
         runs = engine_name(server.answers.pair.target)
@@ -623,7 +622,7 @@ def publish(
 
     The manifest goes last, so that nobody fetches half a pair. Called again, an interrupted upload goes on.
     """
-    from qspec.stages import publish as stage
+    from qspec import publish as stage
 
     publication = stage.prepare(pair, to, license, despite)
     if dry_run:
@@ -642,7 +641,7 @@ def pull(
     out: Annotated[Path, typer.Argument(metavar="DIR", callback=_outside_pairs, help="Folder to make.")],
 ) -> None:
     """Fetch a published pair; every file is verified before anything of it is loaded. An interrupted pull goes on."""
-    from qspec.stages import publish as stage
+    from qspec import publish as stage
 
     print(f"{stage.pull(address, out, print)}: intact")
 

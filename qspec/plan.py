@@ -6,9 +6,9 @@ import re
 from typing import Literal
 
 from qspec.errors import RecipeError
-from qspec.numerics.blocks import Granularity
-from qspec.numerics.clipping import Clip
-from qspec.numerics.formats import FP8_E4M3, NumFormat
+from qspec.numerics.quantization.blocks import Granularity
+from qspec.numerics.quantization.clipping import Clip
+from qspec.numerics.quantization.formats import FP8_E4M3, NumFormat
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
-from qspec.numerics.affine import QTensor
-from qspec.numerics.outliers import SparseMatrix
+from qspec.numerics.quantization.affine import QTensor
+from qspec.numerics.quantization.outliers import SparseMatrix
 from qspec.plan import QuantPlan, TensorScheme
 
 V = TypeVar("V")

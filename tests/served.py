@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qspec.numerics.blocks import to_blocks
+from qspec.numerics.quantization.blocks import to_blocks
 from qspec.ops.reference import fake_quantize
 from qspec.records import QLinear, QuantizedModel
 from tests.observed import ROWS

@@ -14,24 +14,25 @@ from typing import Any
 import pytest
 import torch
 
-from qspec.bridges import compressed, vllm
+from qspec.bridges import compressed
 from qspec.bridges.remote import FolderStore
+from qspec.bridges.vllm import server as vllm
 from qspec.cli import main
+from qspec.models.layers import truncate_layers
+from qspec.models.vocab import match_rows
+from qspec.pair.open import open_pair
+from qspec.pair.package import package
+from qspec.quantize.calibrate import calibrate
+from qspec.quantize.job import fuse
+from qspec.quantize.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe
-from qspec.stages.build_plan import build_plan
-from qspec.stages.calibrate import calibrate
-from qspec.stages.fuse import fuse
-from qspec.stages.open_pair import open_pair
-from qspec.stages.package import package
-from qspec.stages.pad import match_rows
-from qspec.stages.quantize import quantize
-from qspec.stages.serve import serving
-from qspec.stages.transform import truncate_layers
-from tests.bridges.test_vllm import FAKE, _alive, _install
+from qspec.schemes.build import build_plan
+from qspec.serving.vllm import serving
+from tests.bridges.vllm.test_server import FAKE, _alive, _install
 from tests.observed import ROWS, load
-from tests.stages.test_check import list_again, rewrite
+from tests.pair.test_check import list_again, rewrite
 from tests.tiny import tiny_model
 
 Capture = pytest.CaptureFixture[str]

@@ -7,14 +7,13 @@ import shutil
 import pytest
 
 from qspec.cli import main
+from qspec.measure import bench as stage
+from qspec.pair.check import measured, read_manifest, weight_digests
+from qspec.pair.package import package, seal
+from qspec.report.page import report
 from qspec.schema.results import Results
-from qspec.stages import bench as stage
-from qspec.stages.check import read_manifest, weight_digests
-from qspec.stages.package import package, seal
-from qspec.stages.report import report
-from qspec.stages.stale import measured
-from tests.stages.example_results import example
-from tests.stages.pairs import halves, recipe
+from tests.example_results import example
+from tests.pairs import halves, recipe
 
 Capture = pytest.CaptureFixture[str]
 

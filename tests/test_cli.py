@@ -15,7 +15,7 @@ import pytest
 import qspec
 from qspec import cli, pipeline
 from qspec.errors import IntegrityError
-from qspec.spec.types import Generation, StepRecord
+from qspec.speculation.types import Generation, StepRecord
 from tests.tiny import TEXT, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from qspec.eval_files import eval_dir
+from qspec.models.load import resolve_arch
 from qspec.schema.recipe import ModelSpec
-from qspec.stages.footprint import footprint
-from qspec.stages.load import resolve_arch
+from qspec.schemes.footprint import footprint
 
 PUBLISHED = {
     "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,

@@ -20,48 +20,47 @@ from qspec.bridges import compressed, harness
 from qspec.bridges.tensors import read_tensors
 from qspec.bridges.text import calibration_rows, local_files, windows
 from qspec.errors import IntegrityError, OutputError, PairError, RecipeError, SourceError
-from qspec.nn.decoder import Decoder
+from qspec.inspection.pair import view_half
+from qspec.models.load import load as load_model
+from qspec.models.vocab import check_tokenizers, match_rows
+from qspec.nn.eager.decoder import Decoder
 from qspec.nn.engines import open_decoder
-from qspec.numerics import gptq
-from qspec.numerics.affine import quantize_matrix, quantize_weight
-from qspec.numerics.blocks import PerChannel, PerTensor
-from qspec.numerics.fidelity import kl_divergence
-from qspec.numerics.formats import FP8_E4M3, INT4, SCALE_FLOOR
+from qspec.numerics.quantization import gptq
+from qspec.numerics.quantization.affine import quantize_matrix, quantize_weight
+from qspec.numerics.quantization.blocks import PerChannel, PerTensor
+from qspec.numerics.quantization.formats import FP8_E4M3, INT4, SCALE_FLOOR
+from qspec.numerics.statistics.fidelity import kl_divergence
+from qspec.pair.check import lint, overridden, read_manifest, stale
+from qspec.pair.package import package
 from qspec.plan import KVScheme, QuantPlan
+from qspec.planning.planned import resolve
 from qspec.progress import Progress
+from qspec.quantize import gptq as sequential
+from qspec.quantize.calibrate import calibrate
+from qspec.quantize.job import fuse
+from qspec.quantize.kv_choice import LayerError, choose_kv, decide
+from qspec.quantize.kv_scales import key_biases
+from qspec.quantize.pieces import Store
+from qspec.quantize.rotate import prepare
+from qspec.quantize.rtn import quantize, unseen_experts
+from qspec.quantize.smooth import transform
+from qspec.quantize.stream import Job, stream
 from qspec.records import EMBEDDING, LoadedModel, QLinear, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.manifest import Half, Manifest, TokenizerInfo, Validity
 from qspec.schema.quantization import KVSpec, QuantSpec, RuleSpec, SmoothingSpec
 from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec, ModelSpec, Recipe, TaskSpec
 from qspec.schema.results import Equality, Mismatch, Results
-from qspec.spec import draft_length
-from qspec.spec.stats import SpecStats
-from qspec.spec.types import StepRecord
-from qspec.stages import sequential
-from qspec.stages.build_plan import build_plan, validate_plan
-from qspec.stages.calibrate import calibrate
-from qspec.stages.check import check_tokenizers, lint, read_manifest
-from qspec.stages.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
-from qspec.stages.fuse import fuse
-from qspec.stages.inspect_pair import view_half
-from qspec.stages.kv_choice import LayerError, choose_kv, decide
-from qspec.stages.kv_scales import key_biases
-from qspec.stages.load import load as load_model
-from qspec.stages.package import package
-from qspec.stages.pad import match_rows
-from qspec.stages.planned import resolve
-from qspec.stages.preflight import device_findings
-from qspec.stages.prepare import prepare
-from qspec.stages.quantize import quantize, unseen_experts
-from qspec.stages.stale import overridden, stale
-from qspec.stages.store import Store
-from qspec.stages.stream import Job, stream
-from qspec.stages.transform import transform
-from scripts.convert_llama2c import convert
+from qspec.schemes.build import build_plan, validate_plan
+from qspec.schemes.device_rules import device_findings
+from qspec.schemes.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
+from qspec.speculation.length import policies as draft_length
+from qspec.speculation.stats import SpecStats
+from qspec.speculation.types import StepRecord
+from scripts.engines.convert_llama2c import convert
 from tests.observed import ROWS, load
+from tests.pairs import halves, recipe
 from tests.served import distance, reference_logits, transformers_model
-from tests.stages.pairs import halves, recipe
 from tests.tiny import TEXT, save_tokenizer, tiny_model
 
 QUIET = Progress(quiet=True)

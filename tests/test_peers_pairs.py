@@ -20,39 +20,39 @@ from qspec.bridges import harness, speculator
 from qspec.bridges.harness import Sample, Scores
 from qspec.bridges.hf import load_tokenizer
 from qspec.errors import PairError, RecipeError, SourceError
-from qspec.nn.decoder import Decoder
+from qspec.measure.evaluate import compare
+from qspec.models.layers import truncate_layers
+from qspec.nn.eager.decoder import Decoder
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
+from qspec.pair.head import head_folder
+from qspec.pair.open import open_pair
+from qspec.pair.package import package
+from qspec.planning.compatibility import compatibility
+from qspec.planning.planned import resolve
+from qspec.planning.remarks import remarks
 from qspec.progress import Progress
+from qspec.quantize.calibrate import calibrate
+from qspec.quantize.job import fuse
+from qspec.quantize.rtn import quantize
 from qspec.records import QuantizedModel
+from qspec.report.verdict import blockers, findings, lost_acceptance
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import MlpDraft, Recipe, TaskSpec
 from qspec.schema.results import Acceptance, Accuracy, Measurement, Results, Speed, TaskResult
 from qspec.schema.training import TrainingData
-from qspec.spec.drafters.model import ModelDrafter
-from qspec.stages import draft_data, train_draft
-from qspec.stages.build_plan import build_plan
-from qspec.stages.calibrate import calibrate
-from qspec.stages.compatibility import compatibility
-from qspec.stages.draft_data import Rollout
-from qspec.stages.evaluate import compare
-from qspec.stages.exports import transformers_snippet
-from qspec.stages.fuse import fuse
-from qspec.stages.head_data import lay_out
-from qspec.stages.head_learner import HeadLearner
-from qspec.stages.learner import Judgement
-from qspec.stages.open_pair import open_pair
-from qspec.stages.package import package
-from qspec.stages.planned import resolve
-from qspec.stages.quantize import quantize
-from qspec.stages.remarks import remarks
-from qspec.stages.serve import serving
-from qspec.stages.speculator_head import head_folder
-from qspec.stages.transform import truncate_layers
-from qspec.stages.verdict import blockers, findings, lost_acceptance
+from qspec.schemes.build import build_plan
+from qspec.schemes.exports import transformers_snippet
+from qspec.serving.vllm import serving
+from qspec.speculation.drafters.model import ModelDrafter
+from qspec.train import data as draft_data, loop as train_draft
+from qspec.train.data import Rollout
+from qspec.train.head import HeadLearner
+from qspec.train.head_data import lay_out
+from qspec.train.loop import Judgement
+from tests import example_results
 from tests.observed import ROWS, load
-from tests.stages import example_results
-from tests.stages.test_train_draft import SPEC, rollouts, trained
 from tests.tiny import tiny_model
+from tests.train.test_loop import SPEC, rollouts, trained
 
 QUIET = Progress(quiet=True)
 

@@ -11,13 +11,13 @@ import qspec
 from qspec import pipeline, provenance
 from qspec.bridges import compressed
 from qspec.errors import OutputError, PairError, QspecError, RecipeError, SourceError
-from qspec.nn.decoder import Decoder
+from qspec.nn.eager.decoder import Decoder
+from qspec.pair import open as open_pair
 from qspec.progress import Progress
 from qspec.provenance import sole_writer
 from qspec.schema.recipe import ModelSpec, Recipe
 from qspec.schema.results import Results
-from qspec.stages import open_pair
-from qspec.tune_pair import tune
+from qspec.tune.search import tune
 from tests.jobs import INT4, INT8, NGRAM_DRAFT, SELF_DRAFT, job
 from tests.served import IDS, logits, transformers_model
 from tests.tiny import TEXT, tiny_model

@@ -5,7 +5,7 @@ import pytest
 
 from qspec.errors import RecipeError
 from qspec.plan import QuantPlan, Rule
-from qspec.stages.build_plan import layer_scheme
+from qspec.schemes.build import layer_scheme
 
 INT8, FP8 = layer_scheme("W8A8"), layer_scheme("FP8")
 LAYERS = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn.q_proj", "mlp.down_proj")] + ["lm_head"]

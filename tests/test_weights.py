@@ -4,8 +4,8 @@ from pathlib import Path
 
 from qspec.bridges import speculator
 from qspec.bridges.tensors import read_tensors
+from qspec.models.load import locate
 from qspec.schema.recipe import MlpDraft, ModelSpec, Recipe
-from qspec.stages.load import locate
 
 ROOT = Path(__file__).resolve().parents[1]
 

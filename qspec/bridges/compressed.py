@@ -19,12 +19,12 @@ from qspec.bridges import hf, quant_config, sidecar
 from qspec.bridges.layout import require_tensors, split_stored, stored_as, stored_items, stored_rows, stored_schemes
 from qspec.bridges.tensors import LazyTensors, read_tensors, write_shards
 from qspec.errors import OutputError, RecipeError, SourceError
-from qspec.nn.linear import joined_rows, merge_obstacle, taken_rows
-from qspec.numerics.affine import QTensor, quantize_matrix
-from qspec.numerics.blocks import scale_shape
-from qspec.numerics.formats import INT4, SCALE_FLOOR
-from qspec.numerics.outliers import SparseMatrix
-from qspec.numerics.packing import pack_int4, unpack_int4
+from qspec.nn.eager.linear import joined_rows, merge_obstacle, taken_rows
+from qspec.numerics.quantization.affine import QTensor, quantize_matrix
+from qspec.numerics.quantization.blocks import scale_shape
+from qspec.numerics.quantization.formats import INT4, SCALE_FLOOR
+from qspec.numerics.quantization.outliers import SparseMatrix
+from qspec.numerics.quantization.packing import pack_int4, unpack_int4
 from qspec.plan import KVScheme, LayerScheme, QuantPlan
 from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel, layer_number
 

@@ -1,15 +1,18 @@
 """GGUF models: header to `config.json`, llama.cpp's tensor names and order to transformers', exact dequantization."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+import math
+import mmap
 from pathlib import Path
+import struct
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qspec.bridges.gguf_file import GGUFFile, TensorInfo
 from qspec.bridges.hf import SPLITTERS, ByteBPE, HFTokenizer, arch_from_config, build_tokenizer
 from qspec.bridges.layout import check_shapes
 from qspec.errors import SourceError
@@ -17,9 +20,17 @@ from qspec.provenance import sha256_file
 from qspec.records import ArchMap, LoadedModel
 
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
 _USE_FOLDER = "use the transformers folder (safetensors) of this model"
+
+
 _SPECIAL = 3  # token type "control"
+
+
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
 _PARTS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -47,6 +58,42 @@ def load_gguf(path: str | Path, source: Mapping[str, str] | None = None) -> Load
     check_shapes(str(path), arch, {name: tensors.shape(name) for name in tensors})
     origin = {"model": str(path), "revision": "", "sha256": sha256_file(path), **(source or {})}
     return LoadedModel(arch, tensors, config, tokenizer_from_gguf(file), origin)
+
+
+class GGUFFile:
+    """Header of a GGUF file. Raises `SourceError` if it is none, or is cut off."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        try:
+            with open(self.path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._parse()
+        except (ArithmeticError, MemoryError, OSError, RecursionError, TypeError, ValueError, struct.error) as error:
+            raise SourceError(str(path), f"is not a readable GGUF file ({error})", "download it again") from error
+
+    def read(self, name: str, size: int) -> memoryview:
+        """The `size` bytes of a tensor, mapped, not copied."""
+        start = self.tensors[name].offset
+        if start + size > len(self._map):
+            raise SourceError(f"{self.path}: {name}", "lies beyond the end of the file", "download it again")
+        return memoryview(self._map)[start : start + size]
+
+    def _parse(self) -> None:
+        cursor = _Cursor(self._map)
+        magic, version = cursor.numbers("4sI")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError(f"magic {magic!r}, version {version}")
+        n_tensors, n_values = cursor.numbers("QQ")
+        for _ in range(n_values):
+            key = cursor.string()
+            self.metadata[key] = cursor.value(cursor.numbers("I")[0])
+        infos = [cursor.tensor_info() for _ in range(n_tensors)]
+        alignment = int(self.metadata.get("general.alignment", 32))
+        start = -(-cursor.at // alignment) * alignment
+        self.tensors = {name: TensorInfo(shape, kind, start + offset) for name, shape, kind, offset in infos}
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -193,6 +240,19 @@ def _unpermute(weight: Tensor, heads: int) -> Tensor:
     return split.transpose(1, 2).reshape(weight.shape)
 
 
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies. `shape` is in torch's order (GGUF writes it reversed); `kind` is ggml's type number."""
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int  # bytes from the start of the file
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
 def _embedding(file: GGUFFile) -> TensorInfo:
     if "token_embd.weight" not in file.tensors:
         raise SourceError(f"{file.path}: token_embd.weight", "is missing", "download the file again")
@@ -208,3 +268,47 @@ def _need(file: GGUFFile, key: str) -> Any:
 def _shortest(value: float) -> float:
     """The decimal number that was rounded to this float32 (1e-05, not 9.999999747378752e-06)."""
     return float(str(np.float32(value)))
+
+
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+_STRING, _ARRAY = 8, 9
+
+
+class _Cursor:
+    """Reads little-endian values one after the other."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def numbers(self, codes: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{codes}", self.data, self.at)
+        self.at += struct.calcsize(f"<{codes}")
+        return values
+
+    def string(self) -> str:
+        (size,) = self.numbers("Q")
+        if self.at + size > len(self.data):
+            raise ValueError("text beyond the end of the file")
+        self.at += size
+        return self.data[self.at - size : self.at].decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            of, count = self.numbers("IQ")
+            if of in _CODES:
+                return list(self.numbers(f"{count}{_CODES[of]}"))
+            return [self.value(of) for _ in range(count)]
+        if kind not in _CODES:
+            raise ValueError(f"value type {kind}")
+        return self.numbers(_CODES[kind])[0]
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self.string()
+        (n_dims,) = self.numbers("I")
+        shape = self.numbers(f"{n_dims}Q")
+        kind, offset = self.numbers("IQ")
+        return name, tuple(reversed(shape)), kind, offset

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from qspec.bridges import compressed, quant_config
 from qspec.bridges.layout import stored_schemes
 from qspec.errors import RecipeError
-from qspec.numerics.blocks import PerGroup
+from qspec.numerics.quantization.blocks import PerGroup
 from qspec.plan import KVScheme, LayerScheme, QuantPlan
 from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel
 from qspec.schema.quantization import QuantSpec

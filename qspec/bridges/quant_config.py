@@ -5,8 +5,8 @@ import re
 from typing import Any
 
 from qspec.errors import SourceError
-from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from qspec.numerics.formats import FP8_E4M3, FP8_E5M2, INT4, INT8
+from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT4, INT8
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
 
 Resolved = Mapping[str, LayerScheme | None]

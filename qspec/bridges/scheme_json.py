@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
-from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from qspec.numerics.clipping import Clip
-from qspec.numerics.formats import FORMATS
+from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from qspec.numerics.quantization.clipping import Clip
+from qspec.numerics.quantization.formats import FORMATS
 from qspec.plan import LayerScheme, TensorScheme
 
 _GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerToken, PerGroup, PerBlock)}

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from qspec.bridges.quant_config import decode_kv, encode_kv, groups
 from qspec.errors import IntegrityError, SourceError
-from qspec.numerics.clipping import Clip
-from qspec.numerics.formats import FORMATS
+from qspec.numerics.quantization.clipping import Clip
+from qspec.numerics.quantization.formats import FORMATS
 from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule
 from qspec.records import FusionPlan, QuantizedModel
 from qspec.schema.problems import validate

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from qspec.bridges.tensors import SINGLE, read_tensors, write_tensors
 from qspec.errors import PairError, SourceError
-from qspec.nn.int8_map import Int8Map
+from qspec.nn.cpp.int8_map import Int8Map
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, swap_linears
-from qspec.numerics.affine import QTensor
-from qspec.numerics.blocks import PerChannel
-from qspec.numerics.formats import INT8
+from qspec.numerics.quantization.affine import QTensor
+from qspec.numerics.quantization.blocks import PerChannel
+from qspec.numerics.quantization.formats import INT8
 
 ARCHITECTURE, MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
 _PREFIX = "speculator."

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qspec.nn.cpp.heads import Choose, NativeHeads
 from qspec.nn.mlp_speculator import MLPSpeculator
-from qspec.nn.native_heads import Choose, NativeHeads
 
 
 class DraftHeads(Protocol):

@@ -5,11 +5,11 @@ import logging
 
 import torch
 
-from qspec.nn.cuda_decoder import CudaDecoder
-from qspec.nn.cuda_model import obstacle as cuda_obstacle
-from qspec.nn.decoder import Decoder
+from qspec.nn.cpp.decoder import NativeDecoder
+from qspec.nn.cuda.decoder import CudaDecoder
+from qspec.nn.cuda.model import obstacle as cuda_obstacle
+from qspec.nn.eager.decoder import Decoder
 from qspec.nn.lm import LM
-from qspec.nn.native import NativeDecoder
 from qspec.ops.select import Kernels
 from qspec.records import LoadedModel, QuantizedModel
 

@@ -7,7 +7,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from qspec.numerics.trees import Parents
+from qspec.numerics.speculation.trees import Parents
 
 FORKED = "this process was forked from the one that loaded the model: load it here"
 """What a model says that needs threads which only its own process has."""

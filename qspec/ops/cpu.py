@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from qspec.numerics.affine import QTensor
-from qspec.numerics.blocks import PerGroup
-from qspec.numerics.formats import SCALE_FLOOR
-from qspec.numerics.outliers import SparseMatrix
+from qspec.numerics.quantization.affine import QTensor
+from qspec.numerics.quantization.blocks import PerGroup
+from qspec.numerics.quantization.formats import SCALE_FLOOR
+from qspec.numerics.quantization.outliers import SparseMatrix
 from qspec.ops import reference
 from qspec.plan import TensorScheme
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from qspec.numerics.affine import QTensor, quantize_activation_dynamic
-from qspec.numerics.blocks import PerGroup, PerToken, from_blocks, to_blocks
-from qspec.numerics.codes import dequantize_blocks, quantize_blocks, symmetric_scale
-from qspec.numerics.formats import INT8
+from qspec.numerics.quantization.affine import QTensor, quantize_activation_dynamic
+from qspec.numerics.quantization.blocks import PerGroup, PerToken, from_blocks, to_blocks
+from qspec.numerics.quantization.codes import dequantize_blocks, quantize_blocks, symmetric_scale
+from qspec.numerics.quantization.formats import INT8
 from qspec.plan import TensorScheme
 
 

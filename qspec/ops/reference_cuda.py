@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from qspec.numerics.affine import QTensor
-from qspec.numerics.blocks import PerChannel, PerGroup, PerTensor
-from qspec.numerics.codes import quantize_blocks, symmetric_scale
-from qspec.numerics.formats import FORMATS, INT4, INT8, NumFormat
-from qspec.numerics.probs import sample, target_law
+from qspec.numerics.quantization.affine import QTensor
+from qspec.numerics.quantization.blocks import PerChannel, PerGroup, PerTensor
+from qspec.numerics.quantization.codes import quantize_blocks, symmetric_scale
+from qspec.numerics.quantization.formats import FORMATS, INT4, INT8, NumFormat
+from qspec.numerics.speculation.probs import sample, target_law
 
 Rows = tuple[Tensor, Tensor | None]
 """Codes `[N, K]` and float32 scales `[N]`; values in float and None."""

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qspec.numerics.affine import QTensor
-from qspec.numerics.outliers import SparseMatrix
+from qspec.numerics.quantization.affine import QTensor
+from qspec.numerics.quantization.outliers import SparseMatrix
 from qspec.ops import cpu, reference
 from qspec.plan import TensorScheme
 

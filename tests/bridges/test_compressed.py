@@ -13,15 +13,15 @@ from torch import Tensor
 from qspec.bridges import compressed
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import OutputError, RecipeError, SourceError
-from qspec.numerics.blocks import PerGroup
-from qspec.numerics.formats import INT4, SCALE_FLOOR
-from qspec.numerics.outliers import same_matrix
+from qspec.numerics.quantization.blocks import PerGroup
+from qspec.numerics.quantization.formats import INT4, SCALE_FLOOR
+from qspec.numerics.quantization.outliers import same_matrix
 from qspec.plan import LayerScheme, QuantPlan, Rule, TensorScheme
+from qspec.quantize.job import fuse
+from qspec.quantize.rtn import quantize
 from qspec.records import QLinear, QuantizedModel
 from qspec.schema.quantization import ClipSpec, KVSpec, OutlierSpec, QuantSpec, RuleSpec
-from qspec.stages.build_plan import build_plan, layer_scheme
-from qspec.stages.fuse import fuse
-from qspec.stages.quantize import quantize
+from qspec.schemes.build import build_plan, layer_scheme
 from tests.observed import load, observe
 from tests.served import distance, logits, reference_logits, transformers_model
 from tests.tiny import tiny_model

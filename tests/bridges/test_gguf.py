@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from qspec.bridges.gguf import GGUFTensors, config_from_gguf, load_gguf, tokenizer_from_gguf
-from qspec.bridges.gguf_file import GGUFFile
+from qspec.bridges.gguf import GGUFFile, GGUFTensors, config_from_gguf, load_gguf, tokenizer_from_gguf
 from qspec.bridges.hf import ByteBPE, arch_from_config, build_tokenizer, load_folder, load_tokenizer
 from qspec.errors import SourceError
 from qspec.records import LoadedModel

@@ -15,7 +15,7 @@ from qspec.bridges.harness.engine import Engine
 from qspec.bridges.harness.prompts import CHAT, Cuts
 from qspec.bridges.hf import load_folder, load_tokenizer
 from qspec.errors import RecipeError
-from qspec.nn.decoder import Decoder
+from qspec.nn.eager.decoder import Decoder
 from qspec.progress import Progress
 from qspec.schema.recipe import TaskSpec
 from tests.arms import HFModel, Letters, Parrot

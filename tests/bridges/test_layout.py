@@ -12,14 +12,14 @@ from qspec.bridges.hf import load_folder
 from qspec.bridges.layout import tensor_shapes
 from qspec.bridges.tensors import SINGLE, read_tensors, write_tensors
 from qspec.errors import OutputError, SourceError
-from qspec.nn.decoder import Decoder
-from qspec.numerics.outliers import same_matrix
+from qspec.nn.eager.decoder import Decoder
+from qspec.numerics.quantization.outliers import same_matrix
+from qspec.quantize.calibrate import calibrate
+from qspec.quantize.job import fuse
+from qspec.quantize.rtn import quantize
 from qspec.records import QLinear, QuantizedModel
 from qspec.schema.quantization import KVSpec, OutlierSpec, QuantSpec, RuleSpec
-from qspec.stages.build_plan import build_plan
-from qspec.stages.calibrate import calibrate
-from qspec.stages.fuse import fuse
-from qspec.stages.quantize import quantize
+from qspec.schemes.build import build_plan
 from tests.observed import ROWS
 from tests.served import distance
 from tests.tiny import NEWER_KINDS, tiny_model

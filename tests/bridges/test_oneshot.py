@@ -7,10 +7,10 @@ import torch
 
 from qspec.bridges import compressed, oneshot
 from qspec.errors import RecipeError
+from qspec.quantize.rtn import quantize
 from qspec.records import LoadedModel
 from qspec.schema.quantization import ClipSpec, KVSpec, QuantSpec, RuleSpec
-from qspec.stages.build_plan import build_plan
-from qspec.stages.quantize import quantize
+from qspec.schemes.build import build_plan
 from tests.observed import ROWS, load
 from tests.served import distance, logits, transformers_model
 from tests.tiny import tiny_model

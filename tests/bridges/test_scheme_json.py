@@ -5,11 +5,11 @@ import json
 import pytest
 
 from qspec.bridges.scheme_json import decode, encode
-from qspec.numerics.blocks import PerGroup
-from qspec.numerics.clipping import Clip
-from qspec.numerics.formats import FP8_E5M2, INT4
+from qspec.numerics.quantization.blocks import PerGroup
+from qspec.numerics.quantization.clipping import Clip
+from qspec.numerics.quantization.formats import FP8_E5M2, INT4
 from qspec.plan import LayerScheme, TensorScheme
-from qspec.stages.build_plan import layer_scheme
+from qspec.schemes.build import layer_scheme
 
 NAMES = ("W8A8", "W8A8_STATIC", "FP8", "FP8_STATIC", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A8")
 OWN = LayerScheme("OWN", TensorScheme(FP8_E5M2, PerGroup(32), clip=Clip("percentile", 99.5)), None, 0.25)

@@ -16,7 +16,7 @@ from qspec.bridges.harness.served import Served
 from qspec.bridges.hf import load_folder
 from qspec.bridges.openai_api import Api
 from qspec.errors import RecipeError, SourceError
-from qspec.nn.decoder import Decoder
+from qspec.nn.eager.decoder import Decoder
 from qspec.progress import Progress
 from qspec.records import LoadedModel
 from qspec.schema.recipe import TaskSpec

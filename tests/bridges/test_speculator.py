@@ -9,7 +9,7 @@ import torch
 from qspec.bridges import speculator
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import PairError, SourceError
-from qspec.nn.int8_map import Int8Map
+from qspec.nn.cpp.int8_map import Int8Map
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize, swap_linears
 
 H, V = 8, 12

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from qspec.nn.native import NativeDecoder
-from qspec.nn.native_interface import instruction_sets, native_linear
-from qspec.nn.native_weights import Packed
+from qspec.nn.cpp.decoder import NativeDecoder
+from qspec.nn.cpp.interface import instruction_sets, native_linear
+from qspec.nn.cpp.weights import Packed
 from qspec.ops import native_library, reference
 
 INT8_DOT, INT4_DOT = 6, 7  # `WeightKind` of native/kernels.h

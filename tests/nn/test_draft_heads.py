@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qspec.nn.cpp.decoder import NativeDecoder
+from qspec.nn.cpp.heads import NativeHeads
+from qspec.nn.cpp.int8_map import Int8Map
 from qspec.nn.draft_heads import DraftHeads, EagerHeads, draft_heads
-from qspec.nn.int8_map import Int8Map
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize, swap_linears
-from qspec.nn.native import NativeDecoder
-from qspec.nn.native_heads import NativeHeads
 from tests.nn.test_mlp_speculator import a_head
 
 SIZES = [(6, 11, 8, 0), (40, 301, 72, 77), (97, 130, 65, 61), (64, 512, 200, 512)]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from qspec.bridges.hf import load_folder
-from qspec.nn.cuda_decoder import CudaDecoder
-from qspec.nn.decoder import Decoder
+from qspec.nn.cpp.decoder import NativeDecoder
+from qspec.nn.cuda.decoder import CudaDecoder
+from qspec.nn.eager.decoder import Decoder
 from qspec.nn.engines import device_of, engine_name, gpu_for, native_obstacle, open_decoder
-from qspec.nn.native import NativeDecoder
 from tests.tiny import tiny_model
 
 

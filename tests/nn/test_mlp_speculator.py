@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qspec.nn.int8_map import Int8Map
+from qspec.nn.cpp.int8_map import Int8Map
 from qspec.nn.mlp_speculator import MLPSpeculator, SharedHead, SpeculatorShape, initialize, start_from, swap_linears
 
 REFERENCE = Path(os.environ.get("QSPEC_DATA", "../shared/data")) / "reference/ibm_mlp_speculator.json"

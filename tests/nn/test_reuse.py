@@ -3,7 +3,7 @@
 import torch
 
 from qspec.nn.reuse import PrefixReuse
-from tests.spec.toys import TableLM, table
+from tests.speculation.toys import TableLM, table
 
 
 def _fresh(table_VVV: torch.Tensor, tokens: list[int], last: int | None = None) -> torch.Tensor:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qspec.nn.decoder import Decoder
+from qspec.models.load import load
+from qspec.nn.cpp.decoder import NativeDecoder
+from qspec.nn.eager.decoder import Decoder
 from qspec.nn.lm import HiddenLM
-from qspec.nn.native import NativeDecoder
 from qspec.schema.recipe import ModelSpec
-from qspec.stages.load import load
 from tests.tiny import tiny_model
 
 NATIVE = pytest.mark.skipif(NativeDecoder.missing() is not None, reason=str(NativeDecoder.missing()))

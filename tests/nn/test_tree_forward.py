@@ -11,17 +11,17 @@ from torch import Tensor
 
 from qspec.bridges.hf import load_folder
 from qspec.errors import RecipeError
-from qspec.nn.decoder import Decoder
-from qspec.nn.kv_cache import QuantizedKVCache
+from qspec.nn.eager.decoder import Decoder
+from qspec.nn.eager.kv_cache import QuantizedKVCache
 from qspec.nn.lm import BatchLM, TreeLM
 from qspec.nn.reuse import PrefixReuse
-from qspec.numerics.trees import branches, path_to
+from qspec.numerics.speculation.trees import branches, path_to
+from qspec.quantize.calibrate import calibrate
+from qspec.quantize.rtn import quantize
 from qspec.records import LoadedModel
 from qspec.schema.quantization import KVSpec, QuantSpec
-from qspec.stages.build_plan import build_plan
-from qspec.stages.calibrate import calibrate
-from qspec.stages.quantize import quantize
-from tests.spec.toys import TableLM, table
+from qspec.schemes.build import build_plan
+from tests.speculation.toys import TableLM, table
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 TOKENS = torch.randint(5, VOCAB_SIZE, (48,), generator=torch.Generator().manual_seed(1))

@@ -4,8 +4,8 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs
 
-from qspec.numerics.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from qspec.numerics.formats import NumFormat
+from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from qspec.numerics.quantization.formats import NumFormat
 
 
 def quantization_args(fmt: NumFormat, granularity: Granularity, symmetric: bool = True) -> QuantizationArgs:

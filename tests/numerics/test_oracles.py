@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.numerics.affine import quantize_activation_dynamic, quantize_matrix, quantize_weight
-from qspec.numerics.blocks import PerChannel, PerGroup, PerTensor
-from qspec.numerics.codes import symmetric_scale
-from qspec.numerics.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, NumFormat
+from qspec.numerics.quantization.affine import quantize_activation_dynamic, quantize_matrix, quantize_weight
+from qspec.numerics.quantization.blocks import PerChannel, PerGroup, PerTensor
+from qspec.numerics.quantization.codes import symmetric_scale
+from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, NumFormat
 from qspec.plan import LayerScheme
-from qspec.stages.build_plan import layer_scheme
+from qspec.schemes.build import layer_scheme
 
 SCHEMES = ("W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A8")
 

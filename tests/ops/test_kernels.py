@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.numerics.affine import QTensor, quantize_weight
-from qspec.numerics.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from qspec.numerics.formats import FP8_E4M3, INT4, INT8
+from qspec.numerics.quantization.affine import QTensor, quantize_weight
+from qspec.numerics.quantization.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8
 from qspec.ops import cpu, reference
 from qspec.ops.select import prepare
 from qspec.plan import TensorScheme

@@ -18,7 +18,7 @@ from qspec.schema.manifest import FileEntry, Half, Manifest, Served, TokenizerIn
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
 from qspec.schema.text import dump_yaml
-from tests.stages.example_results import example
+from tests.example_results import example
 
 ROOT = Path(__file__).resolve().parents[2]
 SHA = "0" * 64

@@ -7,7 +7,7 @@ import pytest
 
 from qspec.errors import IntegrityError
 from qspec.schema.results import Measurement, Results
-from tests.stages.example_results import example
+from tests.example_results import example
 
 
 def test_round_trip(tmp_path: Path):

@@ -8,8 +8,8 @@ from qspec.bridges.harness.prompts import Prompts
 from qspec.nn.lm import LM
 from qspec.nn.reuse import PrefixReuse
 from qspec.records import Tokenizer
-from qspec.spec.engine import generate
-from qspec.spec.types import Sampling
+from qspec.speculation.engine import generate
+from qspec.speculation.types import Sampling
 
 
 class Engine(Prompts):

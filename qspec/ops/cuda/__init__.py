@@ -6,7 +6,7 @@ Shapes and laws are those of the twins in `ops.reference_cuda`. Triton is import
 import torch
 from torch import Tensor
 
-from qspec.numerics.formats import INT4, NumFormat
+from qspec.numerics.quantization.formats import INT4, NumFormat
 from qspec.ops import reference_cuda as twins
 from qspec.ops.cuda.device import interpreted
 from qspec.ops.reference_cuda import CudaWeight, KVLayer, Rows, pack, sample_rows, verify_greedy, verify_sampling

@@ -13,7 +13,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from qspec.numerics.formats import INT4
+from qspec.numerics.quantization.formats import INT4
 from qspec.ops.cuda.device import interpreted, processors
 from qspec.ops.cuda.rows import BITS, KINDS, encode, stored_bits
 from qspec.ops.cuda.tuning import fastest

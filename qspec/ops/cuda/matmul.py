@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from qspec.numerics.formats import INT4
+from qspec.numerics.quantization.formats import INT4
 from qspec.ops import reference_cuda as twins
 from qspec.ops.cuda.device import capability
 from qspec.ops.cuda.few_rows import best_tiles, few_rows, finished, product, stored_group

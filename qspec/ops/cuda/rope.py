@@ -6,7 +6,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from qspec.numerics.formats import FORMATS, INT4, SCALE_FLOOR
+from qspec.numerics.quantization.formats import FORMATS, INT4, SCALE_FLOOR
 from qspec.ops.cuda.rows import KINDS, encode, stored_bits
 from qspec.ops.reference_cuda import KVLayer
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from qspec.numerics.formats import SCALE_FLOOR, NumFormat
+from qspec.numerics.quantization.formats import SCALE_FLOOR, NumFormat
 from qspec.ops.reference_cuda import Rows
 
 PLAIN, NORM, SILU = (tl.constexpr(i) for i in range(3))

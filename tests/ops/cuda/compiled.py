@@ -43,9 +43,9 @@ def compile_only(capability: int) -> None:
 
 
 def matmuls() -> None:
-    from qspec.numerics.affine import quantize_weight
-    from qspec.numerics.blocks import PerChannel, PerGroup
-    from qspec.numerics.formats import FP8_E4M3, INT4, INT8
+    from qspec.numerics.quantization.affine import quantize_weight
+    from qspec.numerics.quantization.blocks import PerChannel, PerGroup
+    from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8
     from qspec.ops import reference_cuda as twins
     from qspec.ops.cuda import CudaWeight, few_rows, matmul, pack
 
@@ -64,7 +64,7 @@ def matmuls() -> None:
 
 
 def rows() -> None:
-    from qspec.numerics.formats import FP8_E4M3, INT8
+    from qspec.numerics.quantization.formats import FP8_E4M3, INT8
     from qspec.ops.cuda import rows
 
     x, gain = torch.zeros(1, 4096).bfloat16(), torch.zeros(4096)

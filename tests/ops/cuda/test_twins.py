@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qspec.nn.attention import rotate
-from qspec.numerics import verify
-from qspec.numerics.affine import quantize_weight
-from qspec.numerics.blocks import Granularity, PerChannel, PerGroup, PerTensor
-from qspec.numerics.formats import FP8_E4M3, INT4, INT8, NumFormat
-from qspec.numerics.probs import sample, target_law
-from qspec.numerics.trees import attention_mask
+from qspec.nn.eager.attention import rotate
+from qspec.numerics.quantization.affine import quantize_weight
+from qspec.numerics.quantization.blocks import Granularity, PerChannel, PerGroup, PerTensor
+from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8, NumFormat
+from qspec.numerics.speculation import verify
+from qspec.numerics.speculation.probs import sample, target_law
+from qspec.numerics.speculation.trees import attention_mask
 from qspec.ops import cuda, reference, reference_cuda as twins
 
 

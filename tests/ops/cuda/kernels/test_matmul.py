@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.numerics.affine import quantize_weight
-from qspec.numerics.blocks import Granularity, PerChannel, PerGroup, PerTensor
-from qspec.numerics.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, NumFormat
+from qspec.numerics.quantization.affine import quantize_weight
+from qspec.numerics.quantization.blocks import Granularity, PerChannel, PerGroup, PerTensor
+from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, NumFormat
 from qspec.ops import cuda, reference_cuda as twins
 from qspec.ops.cuda import CudaWeight
 from qspec.ops.reference_cuda import Rows

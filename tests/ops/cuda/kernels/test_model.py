@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.nn.cuda_decoder import CudaDecoder, Pool
-from qspec.nn.cuda_model import CudaLayer, CudaModel, Matrix
-from qspec.numerics.affine import quantize_weight
-from qspec.numerics.blocks import Granularity, PerChannel, PerGroup
-from qspec.numerics.formats import FP8_E4M3, INT4, INT8, NumFormat
+from qspec.nn.cuda.decoder import CudaDecoder, Pool
+from qspec.nn.cuda.model import CudaLayer, CudaModel, Matrix
+from qspec.numerics.quantization.affine import quantize_weight
+from qspec.numerics.quantization.blocks import Granularity, PerChannel, PerGroup
+from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8, NumFormat
 from qspec.ops import cuda
 from qspec.records import ArchMap
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.numerics.formats import FP8_E4M3, FP8_E5M2, INT8, NumFormat
+from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT8, NumFormat
 from qspec.ops import cuda, reference_cuda as twins
 from qspec.ops.reference_cuda import Rows
 

@@ -1,0 +1,169 @@
+"""What a float model is made of: for every linear layer its ranges, outliers, and what each scheme would cost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qspec.numerics.quantization.affine import tensor_amax
+from qspec.numerics.quantization.distribution import channel_amax, kurtosis, median, outlier_channels, weight_sqnr_db
+from qspec.progress import Progress
+from qspec.quantize.rtn import finite_weight
+from qspec.records import LayerStats, LoadedModel
+from qspec.schemes.build import layer_scheme
+
+SCHEMES = ("W8A8", "FP8_DYNAMIC", "W4A16")
+GROUPS = (128, 64, 32, 16)
+"""Group sizes of W4A16 in order of preference: the first that divides a layer's inputs is taken."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Largest magnitude, kurtosis (3: normal), and how many of the input channels are outliers."""
+
+    amax: float
+    kurtosis: float
+    channels: int
+    outliers: int
+
+    @property
+    def outlier_share(self) -> float:
+        return self.outliers / self.channels
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One linear layer. `sqnr_db` by scheme name; W4A16 is absent (and `group_size` None) where no group divides.
+
+    `input` needs calibration: amax and outliers over all tokens, kurtosis over the rows that calibration keeps.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    weight: Distribution
+    group_size: int | None
+    sqnr_db: Mapping[str, float]
+    input: Distribution | None
+
+
+@dataclass(frozen=True)
+class KVView:
+    """Largest key (after rotation) and value of every KV head of one layer."""
+
+    name: str
+    k_amax: tuple[float, ...]
+    v_amax: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class KeyBias:
+    """Bias of one `k_proj`, by KV head: largest magnitude, and outliers among all of the layer's channels."""
+
+    name: str
+    median: float
+    amax: tuple[float, ...]
+    outliers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The text that activations were measured on."""
+
+    data: str
+    texts: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """A float model. `kv` is empty, and `calibration` None, unless activations were measured."""
+
+    model: str
+    source: Mapping[str, str]
+    model_type: str
+    decoder_layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    layers: tuple[LayerView, ...]
+    kv: tuple[KVView, ...]
+    k_bias: tuple[KeyBias, ...]
+    calibration: Calibration | None
+
+
+def view_model(
+    model: LoadedModel,
+    name: str,
+    progress: Progress,
+    stats: LayerStats | None = None,
+    calibration: Calibration | None = None,
+) -> ModelView:
+    """Look at every linear layer, one at a time. Raises `SourceError` for weights that are not finite."""
+    arch = model.arch
+    names = arch.linears()
+    return ModelView(
+        model=name,
+        source=dict(model.source),
+        model_type=arch.model_type,
+        decoder_layers=arch.n_layers,
+        hidden_size=arch.hidden_size,
+        heads=arch.n_heads,
+        kv_heads=arch.n_kv_heads,
+        head_dim=arch.head_dim,
+        vocabulary=arch.vocab_size,
+        tied=arch.tied,
+        layers=tuple(_layer(model, layer, stats) for layer in progress.track(names, "inspect", len(names), "layers")),
+        kv=() if stats is None else _kv(stats),
+        k_bias=tuple(_key_bias(model.tensors, layer, arch.n_kv_heads) for layer in names if _has_bias(model, layer)),
+        calibration=calibration,
+    )
+
+
+def fitting_group(columns: int) -> int | None:
+    """Largest of `GROUPS` that divides `columns`; None where none does."""
+    return next((size for size in GROUPS if columns % size == 0), None)
+
+
+def _layer(model: LoadedModel, name: str, stats: LayerStats | None) -> LayerView:
+    w_NK = finite_weight(model, name)
+    rows, columns = w_NK.shape
+    group = fitting_group(columns)
+    return LayerView(
+        name,
+        (rows, columns),
+        _distribution(w_NK, channel_amax(w_NK)),
+        group,
+        {scheme: _cost(w_NK, scheme, group) for scheme in SCHEMES if group or scheme != "W4A16"},
+        None if stats is None else _distribution(stats.inputs_TK[name], stats.amax_K[name]),
+    )
+
+
+def _distribution(x: Tensor, amax_K: Tensor) -> Distribution:
+    return Distribution(float(tensor_amax(amax_K)), kurtosis(x), amax_K.numel(), int(outlier_channels(amax_K).sum()))
+
+
+def _cost(w_NK: Tensor, name: str, group: int | None) -> float:
+    scheme = layer_scheme(name, group or GROUPS[0])
+    assert scheme is not None
+    return weight_sqnr_db(w_NK, scheme.weight.fmt, scheme.weight.granularity)
+
+
+def _kv(stats: LayerStats) -> tuple[KVView, ...]:
+    return tuple(KVView(name, _floats(k_H), _floats(stats.v_amax_H[name])) for name, k_H in stats.k_amax_H.items())
+
+
+def _has_bias(model: LoadedModel, layer: str) -> bool:
+    return layer.endswith(".k_proj") and f"{layer}.bias" in model.tensors
+
+
+def _key_bias(tensors: Mapping[str, Tensor], layer: str, heads: int) -> KeyBias:
+    bias = tensors[f"{layer}.bias"].float().abs()
+    found = outlier_channels(bias).reshape(heads, -1).sum(1)
+    return KeyBias(layer, median(bias), _floats(bias.reshape(heads, -1).amax(1)), tuple(int(n) for n in found))
+
+
+def _floats(values: Tensor | Sequence[float]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)

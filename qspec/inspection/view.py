@@ -1,0 +1,158 @@
+"""`qspec inspect`: look into a float model before it is quantized, or into a pair after. Nothing is changed."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from qspec.bridges.hf import read_config
+from qspec.bridges.support import quantization_method
+from qspec.bridges.text import calibration_rows, load_rows
+from qspec.errors import IntegrityError, RecipeError, SourceError
+from qspec.inspection import model_page as inspect_model_page, pair_page as inspect_pair_page
+from qspec.inspection.model import Calibration, ModelView, view_model
+from qspec.inspection.pair import PairView, read_half, view_half
+from qspec.models.load import load
+from qspec.pair.check import read_manifest
+from qspec.progress import Progress
+from qspec.quantize.calibrate import calibrate
+from qspec.readable import size
+from qspec.records import Tokenizer
+from qspec.report.document import Block, Details, Document, Heading, Table
+from qspec.report.render.text import table_lines
+from qspec.schema.manifest import NAME, Manifest
+from qspec.schema.problems import validate
+from qspec.schema.recipe import CalibrationSpec, DataSpec, ModelSpec
+
+TEXTS, LENGTH = 16, 256
+"""Calibration texts and their tokens: enough to see outliers, few enough to wait for."""
+
+
+def inspect(
+    reference: str, revision: str | None = None, data: str | None = None, progress: Progress | None = None
+) -> ModelView | PairView:
+    """What lies behind a reference: a pair's folder, a quantized checkpoint's, or a model as a recipe names it.
+
+    `data` names text to measure activations (model) or the KV cache (pair) on. Raises `QspecError`.
+    """
+    progress, folder = progress or Progress(), Path(os.path.expanduser(reference))
+    if data is not None:
+        load_rows(data, limit=1)
+    pair = (folder / NAME).is_file()
+    if not pair and not _is_quantized(folder):
+        spec = validate(ModelSpec, {"model": reference, "revision": revision}, "inspect")
+        return _model(spec, data, progress)
+    if revision is not None:
+        fix = "remove --revision, or give a Hub id"
+        raise RecipeError(f"{reference} at revision {revision!r}", "only Hub models have revisions", fix)
+    return _pair(folder, read_manifest(folder), data, progress) if pair else _alone(folder, data, progress)
+
+
+def as_data(view: ModelView | PairView) -> dict[str, Any]:
+    """The view as JSON holds it; what is not defined (NaN) or without bound (SQNR without error) is null."""
+    kind = "model" if isinstance(view, ModelView) else "pair"
+    body = _plain(view)
+    assert isinstance(body, dict)
+    return {"kind": kind, **body}
+
+
+def _model(spec: ModelSpec, data: str | None, progress: Progress) -> ModelView:
+    model = load(spec)
+    if data is None:
+        return view_model(model, spec.model, progress)
+    rows, calibration = _rows(data, model.tokenizer, model.arch.max_positions)
+    stats = calibrate(model, rows, progress=progress)
+    return view_model(model, spec.model, progress, stats, calibration)
+
+
+def _pair(folder: Path, manifest: Manifest, data: str | None, progress: Progress) -> PairView:
+    named = {"target": manifest.target.folder, "draft": manifest.draft.folder}
+    if manifest.draft.kind == "mlp_speculator":  # no transformer to look into
+        del named["draft"]
+    if named["target"] is None:
+        raise IntegrityError(f"{NAME}: target", "has no folder", "package the pair again, or fetch an intact copy")
+    models = {name: read_half(folder / inside) for name, inside in named.items() if inside is not None}
+    target = models["target"]
+    longest = min(model.arch.max_positions for model in models.values())
+    rows, calibration = _rows(data, target.tokenizer, longest) if data is not None else ([], None)
+    halves = tuple(view_half(model, name, progress, rows) for name, model in models.items())
+    return PairView(manifest.name, manifest.draft.kind, halves, calibration)
+
+
+def _alone(folder: Path, data: str | None, progress: Progress) -> PairView:
+    """One quantized checkpoint, qspec's or llm-compressor's."""
+    model = read_half(folder)
+    rows, calibration = ([], None) if data is None else _rows(data, model.tokenizer, model.arch.max_positions)
+    return PairView(folder.name, None, (view_half(model, "checkpoint", progress, rows),), calibration)
+
+
+def _is_quantized(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint in the compressed-tensors layout."""
+    if not (folder / "config.json").is_file():
+        return False
+    return quantization_method(read_config(folder)) == "compressed-tensors"
+
+
+def _rows(data: str, tokenizer: Tokenizer, max_positions: int) -> tuple[list[list[int]], Calibration]:
+    length = min(LENGTH, max_positions)
+    spec = CalibrationSpec(data=(DataSpec(name=data),), samples=TEXTS, length=length)
+    try:
+        rows = calibration_rows(spec, tokenizer, seed=0)
+    except SourceError as error:
+        short = error.rule.startswith("holds no row")  # the recipe's fix would name a field that is not here
+        fix = "use more text: its first half is read" if short else error.fix
+        raise SourceError(error.value, error.rule, fix) from error
+    return rows, Calibration(data, len(rows), sum(map(len, rows)))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def document(view: ModelView | PairView, layers: bool = False, page: bool = False) -> Document:
+    """`layers`: a line for every layer too. `page`: bars, and every layer folded away, as a web page can."""
+    summary, charts, every = _parts(view)
+    blocks = [*summary, *charts] if page else summary
+    if page:
+        blocks += [Heading("Every layer"), *map(_folded, every)]
+    elif layers:
+        blocks = [*blocks, Heading("Every layer"), *every]
+    title = view.model if isinstance(view, ModelView) else view.name
+    return Document(title, _about(view), tuple(blocks))
+
+
+def _parts(view: ModelView | PairView) -> tuple[list[Block], list[Block], Iterable[Table]]:
+    if isinstance(view, ModelView):
+        page = inspect_model_page
+        return page.summary(view), page.charts(view), page.every_layer(view)
+    return inspect_pair_page.summary(view), inspect_pair_page.charts(view), inspect_pair_page.every_layer(view)
+
+
+def _about(view: ModelView | PairView) -> str:
+    if isinstance(view, PairView):
+        parts = [f"{half.name} {size(half.bytes)}" for half in view.halves]
+        if view.draft is not None and len(view.halves) == 1:
+            parts.append(f"draft {view.draft}" if view.draft == "mlp_speculator" else f"draft {view.draft}: no weights")
+    else:
+        parts = [
+            f"{view.model_type}, {view.decoder_layers} decoder layers",
+            f"hidden size {view.hidden_size:,}",
+            f"{view.heads} heads and {view.kv_heads} KV heads of {view.head_dim}",
+            f"vocabulary {view.vocabulary:,}{', head tied to the embedding' if view.tied else ''}",
+        ]
+    if view.calibration is not None:
+        seen = view.calibration
+        parts.append(f"measured on {seen.tokens:,} tokens of {seen.data} ({seen.texts} texts)")
+    return " · ".join(parts)
+
+
+def _folded(table: Table) -> Details:
+    return Details(table.caption, tuple(table_lines(table)), code=True)

@@ -1,0 +1,1 @@
+"""Speed, acceptance, accuracy and proof of a pair."""

@@ -1,0 +1,176 @@
+"""The arms that a pair is measured by: its target alone and with its draft, and the original beside them."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from qspec.bridges import compressed
+from qspec.measure.arm import Arm
+from qspec.measure.evaluate import evaluate
+from qspec.models.layers import truncate_layers
+from qspec.models.load import load, resolve_arch
+from qspec.models.vocab import check_tokenizers, match_rows, real_vocab
+from qspec.nn.engines import AnyDecoder, open_decoder
+from qspec.numerics.roofline import PassCost
+from qspec.pair.drafters import draft_policy, model_drafter
+from qspec.pair.head import head_folder
+from qspec.pair.open import LoadedPair, compute_dtype, engine_options
+from qspec.planning.planned import computed_with, head_rows, require_trained
+from qspec.progress import Progress
+from qspec.provenance import (
+    staged_dir,
+)
+from qspec.records import LoadedModel, QuantizedModel
+from qspec.schema.devices import read_device
+from qspec.schema.recipe import (
+    MlpDraft,
+    ModelDraft,
+    NgramDraft,
+    Recipe,
+    SelfDraft,
+)
+from qspec.schema.results import Accuracy
+from qspec.schemes.footprint import footprint, mlp_footprint
+from qspec.speculation.drafters.ngram import NgramDrafter
+from qspec.speculation.types import Drafter
+
+Opened = tuple[LoadedModel, AnyDecoder]
+"""A float model, and what runs it."""
+
+
+def own_arms(pair: LoadedPair) -> dict[str, Arm]:
+    """The pair's target alone, with its draft, and with prompt lookup, which every draft with weights must beat."""
+    cost = _cost(pair.model, pair.recipe)
+    plain = _plain(pair.target, cost)
+    drafted = _drafted(plain, cost, pair.drafter, draft_cost(pair), pair.recipe)
+    arms = {"quantized": plain, "quantized + draft": replace(drafted, new_drafter=pair.new_drafter)}
+    if not isinstance(pair.recipe.draft, NgramDraft):
+        arms["quantized + prompt lookup"] = _drafted(plain, cost, NgramDrafter(), None, pair.recipe)
+    return arms
+
+
+def original_arms(pair: LoadedPair, original: Opened, draft: Opened | None = None) -> dict[str, Arm]:
+    """The original target alone, and with the pair's draft, or its draft model as it was before it was quantized."""
+    recipe, (model, target) = pair.recipe, original
+    cost, drafter, drafting = _cost(model, recipe), pair.new_drafter(), draft_cost(pair)
+    if draft is not None:
+        assert isinstance(recipe.draft, ModelDraft)
+        drafter = model_drafter(draft[1], recipe.draft, model.arch, real_vocab(model.tokenizer))
+        drafting = _cost(draft[0], recipe)
+    plain = _plain(target, cost)
+    return {"original": plain, "original + draft": _drafted(plain, cost, drafter, drafting, recipe)}
+
+
+def draft_cost(pair: LoadedPair) -> PassCost | None:
+    """What the pair's draft reads and computes for a token; None for a lookup."""
+    if isinstance(pair.recipe.draft, MlpDraft):
+        return mlp_footprint(pair.recipe.draft, pair.model.arch, _width(pair.recipe)).cost
+    return None if pair.draft_model is None else _cost(pair.draft_model, pair.recipe, head_rows(pair.recipe))
+
+
+def _plain(target: AnyDecoder, cost: PassCost) -> Arm:
+    return Arm(target, weight_bytes=int(cost.weight_bytes), kv_bytes_per_token=cost.kv_bytes)
+
+
+def _drafted(plain: Arm, cost: PassCost, drafter: Drafter, drafting: PassCost | None, recipe: Recipe) -> Arm:
+    policy = draft_policy(recipe.speculation.draft_length)
+    size, c_hat = (0, 0.0) if drafting is None else (int(drafting.weight_bytes), drafting.ops / cost.ops)
+    return replace(plain, drafter=drafter, policy=policy, draft_bytes=size, c_hat=c_hat)
+
+
+def _cost(model: LoadedModel | QuantizedModel, recipe: Recipe, rows: int = 0) -> PassCost:
+    """rows: ids that its head is run for; 0: all."""
+    names, width = model.arch.linears(), _width(recipe)
+    if isinstance(model, QuantizedModel):
+        return footprint(model.arch, model.plan.resolve(names), model.plan.kv, width, rows).cost
+    return footprint(model.arch, dict.fromkeys(names), None, width).cost
+
+
+def _width(recipe: Recipe) -> int:
+    """Bytes of a float as it is computed with."""
+    dtype: torch.dtype = getattr(torch, computed_with(recipe, read_device(recipe.device)))
+    return dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Originals:
+    """The models as they came; `draft` is None for a draft without weights, or with a speculator's `head`."""
+
+    target: LoadedModel
+    draft: LoadedModel | None
+    head: Path | None = None
+
+
+def load_originals(recipe: Recipe, progress: Progress) -> Originals:
+    """Both models. A draft that is not trained yet, or a head of other sizes, is refused before anything is loaded, and
+    a draft with another tokenizer before compute.
+    """
+    progress.stage("load")
+    require_trained(recipe.draft)
+    head = head_folder(recipe.draft, resolve_arch(recipe.target)) if isinstance(recipe.draft, MlpDraft) else None
+    target = load(recipe.target)
+    if isinstance(recipe.draft, SelfDraft):
+        layers = recipe.draft.layers
+        return Originals(target, target if layers is None else truncate_layers(target, layers))
+    if not isinstance(recipe.draft, ModelDraft):
+        return Originals(target, None, head)
+    draft = load(recipe.draft)
+    check_tokenizers(target.tokenizer, draft.tokenizer)
+    return Originals(target, match_rows(draft, target.arch.vocab_size))
+
+
+@dataclass(frozen=True)
+class Arms:
+    """What is compared: the models as they came, and the pair as it was packaged."""
+
+    recipe: Recipe
+    originals: Originals
+    pair: LoadedPair
+
+    @cached_property
+    def original(self) -> AnyDecoder:
+        """The original target, with room for as many tokens as the pair's."""
+        return self.float_decoder(self.originals.target)
+
+    def float_decoder(self, model: LoadedModel) -> AnyDecoder:
+        length = min(self.pair.target.max_length, model.arch.max_positions)
+        return open_decoder(model, max_length=length, **engine_options(self.recipe))
+
+    def float_kv(self) -> AnyDecoder:
+        """The pair's target with its KV cache in floats."""
+        model = self.pair.model
+        plain = replace(model, plan=replace(model.plan, kv=None), k_scale={}, v_scale={}, q_scale={})
+        return open_decoder(plain, max_length=self.pair.target.max_length, **engine_options(self.recipe))
+
+
+def measure_accuracy(arms: Arms, out: Path, progress: Progress) -> Accuracy:
+    """The recipe's evaluation in this process; `out/work` is for what transformers reads."""
+    progress.stage("evaluate")
+    recipe, target = arms.recipe, arms.originals.target
+    folders: dict[str, Path | None] = {"original": None, "quantized": arms.pair.folder / "target"}
+    if any("hf" in task.backends for task in recipe.evaluation.tasks):
+        folders["original"] = out / "work" / "original"
+        with staged_dir(out / "work" / "original") as part:
+            compressed.write_float(target, part, compute_dtype(recipe.dtype))
+    eos_ids = target.arch.eos_ids
+    float_kv = None if arms.pair.model.plan.kv is None else arms.float_kv
+    return evaluate(
+        arms.original,
+        arms.pair.target,
+        target.tokenizer,
+        recipe,
+        folders,
+        progress,
+        eos_ids=eos_ids,
+        float_kv=float_kv,
+    )
+
+
+def original_runs(arms: Arms) -> dict[str, Arm]:
+    """The arms of the models as they came. A draft that is a copy of the target is the pair's own for both."""
+    target, draft = arms.originals.target, arms.originals.draft
+    if draft is None or not isinstance(arms.recipe.draft, ModelDraft):
+        return original_arms(arms.pair, (target, arms.original))
+    return original_arms(arms.pair, (target, arms.original), (draft, arms.float_decoder(draft)))

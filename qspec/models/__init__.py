@@ -1,0 +1,1 @@
+"""A model as it came: found, read, its vocabulary and its layers."""

@@ -1,0 +1,298 @@
+"""The decoder in C++ (`qspec/native/`): the same numbers as `nn.decoder`, several times as many tokens a second.
+
+One call is one parallel region over the whole model. A row's logits do not depend on how many rows a call has, so
+greedy speculative decoding equals plain decoding bit for bit. Called through ctypes with raw pointers: the library
+knows nothing of torch. Weights are packed and copied once; the torch tensors may then be dropped.
+"""
+
+from collections.abc import Hashable, Sequence
+from copy import copy
+import ctypes
+from ctypes import byref, c_int32, c_void_p
+import weakref
+
+import torch
+from torch import Tensor
+
+from qspec.nn.cpp.interface import LAPS, Layer, Matrix, Part, instruction_sets, library, matrix_of, pointer, pool_of
+from qspec.nn.cpp.model import Source, arch_obstacle, cache_kind, quantized_obstacle, ropes_of, shape_of
+from qspec.nn.eager.linear import short_headed, widened
+from qspec.nn.lm import FORKED
+from qspec.nn.states import States
+from qspec.numerics.speculation.trees import Parents, check_path
+from qspec.ops.native_library import NoLibrary
+from qspec.records import ArchMap, LoadedModel, QuantizedModel
+
+_FORKED, _NO_MEMORY, _BAD_TOKEN, _UNREADABLE = 1, 2, 3, 4
+
+
+class NativeDecoder:
+    """A causal LM with its own KV cache; implements `nn.lm.BatchLM` and `HiddenLM`. Computes in float32 on the CPU."""
+
+    _core: "Core"
+    _lib: ctypes.CDLL
+    _sequence: c_void_p
+    _head_ids: Tensor | None = None  # whose logits come first in a row, where the head is short
+    _tree: Parents  # nodes that wait behind `length`
+    _states: States
+
+    def __init__(
+        self, model: LoadedModel | QuantizedModel, max_length: int | None = None, isa: str | None = None
+    ) -> None:
+        """Threads are torch's at this moment. `isa` is one of `instruction_sets()`, the fastest if not given.
+
+        Raises `NoLibrary` where there is no library; the model must be one that `supports` takes.
+        """
+        obstacle = self.supports(model)
+        assert obstacle is None, obstacle
+        if isinstance(model, QuantizedModel):
+            model, self._head_ids = short_headed(model), model.head_ids
+        self._run_on(Core(model, max_length or model.arch.max_positions, isa), model.arch)
+
+    @classmethod
+    def from_float(cls, model: LoadedModel, max_length: int | None = None) -> "NativeDecoder":
+        """The original model; weights keep the dtype that they have."""
+        return cls(model, max_length)
+
+    @classmethod
+    def from_quantized(cls, model: QuantizedModel, max_length: int | None = None) -> "NativeDecoder":
+        """A quantized model, weights decoded in registers."""
+        return cls(model, max_length)
+
+    @staticmethod
+    def supports(model: LoadedModel | QuantizedModel) -> str | None:
+        """Why the C++ core does not run this model, in words; None when it does."""
+        found = arch_obstacle(model.arch)
+        if found is not None or isinstance(model, LoadedModel):
+            return found
+        return quantized_obstacle(model)
+
+    @staticmethod
+    def missing() -> str | None:
+        """Why there is no C++ core on this machine, in words; None when there is. Compiles it at first use."""
+        try:
+            library()
+        except NoLibrary as error:
+            return str(error)
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.arch.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return self._core.max_length
+
+    @property
+    def length(self) -> int:
+        return int(self._lib.qspec_length(self._sequence))
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= self.length, f"truncate to {length} of {self.length}"
+        self._lib.qspec_truncate(self._sequence, length)
+        self._states.truncate(length)
+        self._tree = ()
+
+    def hidden(self, count: int = 1) -> Tensor:
+        return self._states.newest(count)
+
+    def seconds(self) -> dict[str, float]:
+        """Where the time of all passes on these weights went so far, by part."""
+        found = (ctypes.c_double * len(LAPS))()
+        self._lib.qspec_seconds(self._core.handle, found)
+        return dict(zip(LAPS, found, strict=True))
+
+    @property
+    def weights(self) -> Hashable:
+        return self._core
+
+    def fork(self) -> "NativeDecoder":
+        """Another, empty sequence on the same weights."""
+        other = copy(self)
+        other._start()
+        return other
+
+    def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        rows = len(tokens_T) if last is None else min(last, len(tokens_T))
+        logits_TV = torch.empty(rows, self.vocab_size)
+        self._append(tokens_T, rows, logits_TV, None)
+        return self._widened(logits_TV)
+
+    def greedy(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        """The likeliest next tokens, picked while the head runs: no logits are written."""
+        rows = len(tokens_T) if last is None else min(last, len(tokens_T))
+        best_T = torch.empty(rows, dtype=torch.int64)
+        self._append(tokens_T, rows, None, best_T)
+        return self._named(best_T)
+
+    def forward_tree(self, tokens_T: Tensor, parents_K: Parents) -> Tensor:
+        return self.forward_many([self], [tokens_T], [parents_K])[0]
+
+    def keep(self, path: Sequence[int]) -> None:
+        check_path(self._tree, path)
+        self._lib.qspec_keep(self._sequence, (c_int32 * len(path))(*path), len(path))
+        self._states.keep(path)
+        self._tree = ()
+
+    @classmethod
+    def forward_many(
+        cls, sequences: Sequence["NativeDecoder"], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
+    ) -> list[Tensor]:
+        counts = [len(tokens_T) for tokens_T in tokens]
+        logits_TV = torch.empty(sum(counts), sequences[0].vocab_size)
+        cls._run(sequences, tokens, parents, logits_TV, None)
+        return list(sequences[0]._widened(logits_TV).split(counts))
+
+    @classmethod
+    def greedy_many(
+        cls, sequences: Sequence["NativeDecoder"], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
+    ) -> list[Tensor]:
+        counts = [len(tokens_T) for tokens_T in tokens]
+        best_T = torch.empty(sum(counts), dtype=torch.int64)
+        cls._run(sequences, tokens, parents, None, best_T)
+        return list(sequences[0]._named(best_T).split(counts))
+
+    def _widened(self, logits_TV: Tensor) -> Tensor:
+        """The core leaves the end of a row as it is where the head is short."""
+        ids_D = self._head_ids
+        return logits_TV if ids_D is None else widened(logits_TV[:, : len(ids_D)], ids_D, self.vocab_size)
+
+    def _named(self, best_T: Tensor) -> Tensor:
+        """Ids of rows of the head."""
+        return best_T if self._head_ids is None else self._head_ids[best_T]
+
+    def _run_on(self, core: "Core", arch: ArchMap) -> None:
+        self._core, self.arch, self.isa, self.threads = core, arch, core.isa, core.threads
+        self._start()
+
+    def _start(self) -> None:
+        """Hold an empty sequence."""
+        self._lib = self._core.lib
+        self._tree, self._states = (), States()
+        self._sequence = c_void_p(self._lib.qspec_sequence(self._core.handle))
+        if not self._sequence:
+            raise MemoryError("the KV cache does not fit: choose a smaller max_length")
+        # the core is an argument so that it outlives its sequences
+        weakref.finalize(self, _end_sequence, self._core, self._sequence)
+
+    def _append(self, tokens_T: Tensor, rows: int, logits_TV: Tensor | None, best_T: Tensor | None) -> None:
+        """A pass of this sequence alone. Every step pays for what Python does here."""
+        flat_T = tokens_T.to("cpu", torch.int64).contiguous()
+        hidden_TK = torch.empty(rows, self.arch.hidden_size)
+        self._core.forward([self._part(flat_T, None)], rows, logits_TV, best_T, hidden_TK)
+        self._tree = ()
+        self._states.append(hidden_TK, self.length)
+
+    @staticmethod
+    def _run(
+        sequences: Sequence["NativeDecoder"],
+        tokens: Sequence[Tensor],
+        parents: Sequence[Parents | None],
+        logits_TV: Tensor | None,
+        best_T: Tensor | None,
+    ) -> None:
+        core, asked = sequences[0]._core, list(zip(sequences, tokens, parents, strict=True))
+        assert all(sequence._core is core for sequence in sequences), "forks of different weights"
+        flat = [tokens_T.to("cpu", torch.int64).contiguous() for tokens_T in tokens]
+        parts = [sequence._part(tokens_T, up) for (sequence, _, up), tokens_T in zip(asked, flat, strict=True)]
+        counts = [len(tokens_T) for tokens_T in flat]
+        hidden_TK = torch.empty(sum(counts), sequences[0].arch.hidden_size)
+        core.forward(parts, sum(counts), logits_TV, best_T, hidden_TK)
+        for (sequence, _, parents_K), rows_TK in zip(asked, hidden_TK.split(counts), strict=True):
+            sequence._tree = tuple(parents_K or ())
+            if parents_K is None:
+                sequence._states.append(rows_TK, sequence.length)
+            else:
+                sequence._states.offer(rows_TK, len(parents_K))
+
+    def _part(self, tokens_T: Tensor, parents_K: Parents | None) -> Part:
+        count, size = len(tokens_T), len(tokens_T) if parents_K is None else len(parents_K)
+        end = self.length + size
+        assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
+        if parents_K is None:
+            return Part(self._sequence, tokens_T.data_ptr(), None, count, 0)
+        assert list(parents_K[: size - count]) == list(self._tree[: size - count]), "another tree than the one begun"
+        return Part(self._sequence, tokens_T.data_ptr(), (c_int32 * size)(*parents_K), count, size)
+
+
+class Core:
+    """Weights and threads, shared by all sequences of a model."""
+
+    def __init__(self, model: LoadedModel | QuantizedModel, max_length: int, isa: str | None) -> None:
+        self.max_length, self.threads, self.lib = max_length, torch.get_num_threads(), library()
+        self._pool = pool_of(self.threads)
+        kv = model.plan.kv if isinstance(model, QuantizedModel) else None
+        shape = shape_of(model.arch, max_length, cache_kind(kv))
+        self.isa = isa or instruction_sets()[0]
+        assert self.isa in instruction_sets(), f"{isa} is none of {instruction_sets()}"
+        self.handle: c_void_p = c_void_p(self.lib.qspec_model(self._pool.handle, byref(shape), self.isa.encode()))
+        if not self.handle:
+            raise MemoryError("no memory for a model")
+        weakref.finalize(self, self.lib.qspec_model_free, self.handle)
+        self._load(model)
+
+    def forward(
+        self, parts: list[Part], last: int, logits_TV: Tensor | None, best_T: Tensor | None, hidden_TK: Tensor
+    ) -> None:
+        given, outputs = (Part * len(parts))(*parts), map(pointer, (logits_TV, best_T, hidden_TK))
+        status = self.lib.qspec_forward(self.handle, given, len(parts), last, *outputs)
+        if status == _FORKED:
+            raise RuntimeError(FORKED)
+        if status == _NO_MEMORY:
+            raise MemoryError("no memory for a forward pass")
+        if status == _BAD_TOKEN:
+            raise IndexError("a token lies outside of the vocabulary")
+        if status == _UNREADABLE:
+            raise self.unreadable()
+
+    def unreadable(self) -> Exception:
+        """What a pass raises when a layer of it cannot be read."""
+        raise NotImplementedError("these weights are in memory")
+
+    def _load(self, model: LoadedModel | QuantizedModel) -> None:
+        source = Source(model)
+        self._set_ropes(model.arch)
+        for i, base in enumerate(model.arch.layers):
+            packed = source.layer(base)
+            self._set_layer(i, source, [matrix_of(p) for p in packed])
+        packed = source.ends()
+        self._set_ends(source, [matrix_of(p) for p in packed])
+
+    def _set_ropes(self, arch: ArchMap) -> None:
+        for which, (cos_LR, sin_LR) in enumerate(ropes_of(arch, self.max_length)):
+            self.check(self.lib.qspec_set_rope(self.handle, which, cos_LR.data_ptr(), sin_LR.data_ptr()))
+
+    def _set_layer(self, i: int, source: Source, weights: list[Matrix], in_place: bool = False) -> None:
+        """`weights` as `Source.layer` has them; in_place: they lie, or will, in the model's own memory."""
+        arch, base = source.arch, source.arch.layers[i]
+        qkv, o, *rest = weights
+        router = rest.pop(0) if arch.router(base) else None
+        norms, scales = source.norms(base), source.cache_scales(f"{base}.self_attn")
+        window = arch.window(base)
+        layer = Layer(
+            *(pointer(norm) for norm in norms),
+            qkv,
+            o,
+            *([Matrix(), Matrix(), router] if router else [*rest, Matrix()]),
+            (Matrix * len(rest))(*rest) if router else None,
+            *(pointer(scale) for scale in scales),
+            window or 0,
+            1 if window is not None and arch.window_inv_freq else 0,
+        )
+        self.check(self.lib.qspec_set_layer(self.handle, i, byref(layer), in_place))
+
+    def _set_ends(self, source: Source, weights: list[Matrix], in_place: bool = False) -> None:
+        """`weights` as `Source.ends` has them."""
+        head, embedding = [*weights, Matrix()][:2]
+        norm_K = source.norm("model.norm")
+        done = self.lib.qspec_set_ends(self.handle, byref(embedding), norm_K.data_ptr(), byref(head), in_place)
+        self.check(done)
+
+    def check(self, done: int | None) -> None:
+        if not done:
+            raise MemoryError("no memory for the weights")
+
+
+def _end_sequence(core: Core, sequence: c_void_p) -> None:
+    core.lib.qspec_sequence_free(sequence)

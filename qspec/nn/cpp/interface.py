@@ -1,0 +1,242 @@
+"""The C interface of `qspec/native/`, called through ctypes: structs, functions, threads, single matmuls."""
+
+import ctypes
+from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import lru_cache
+import os
+import weakref
+
+import torch
+from torch import Tensor
+
+from qspec.nn.cpp.weights import Packed, pack_linears
+from qspec.ops import native_library
+from qspec.ops.native_library import NoLibrary
+from qspec.records import QLinear
+
+
+class Shape(ctypes.Structure):
+    """`Shape` of native/model.h."""
+
+    _fields_ = [
+        *[
+            (name, c_int32)
+            for name in [
+                "layers",
+                "hidden",
+                "intermediate",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "vocab",
+                "max_length",
+                "rotary",
+            ]
+        ],
+        *[(name, c_int32) for name in ("activation", "cache", "ropes")],
+        *[(name, c_int32) for name in ("experts", "experts_per_token", "expert_size", "normed_routing")],
+        *[(name, c_float) for name in ("norm_eps", "attention_scale", "embed_scale", "attention_cap", "logit_cap")],
+    ]
+
+
+class Part(ctypes.Structure):
+    """`Part` of native/model.h."""
+
+    _fields_ = [
+        ("sequence", c_void_p),
+        ("tokens", c_void_p),
+        ("parents", POINTER(c_int32)),
+        ("count", c_int32),
+        ("nodes", c_int32),
+    ]
+
+
+class Matrix(ctypes.Structure):
+    """`Weight` of native/model.h: `Matrix` of native/kernels.h, and outliers."""
+
+    _fields_ = [
+        *[(name, c_int32) for name in ("kind", "input", "n", "k", "group")],
+        ("input_scale", c_float),
+        ("codes", c_void_p),
+        ("bytes", c_int64),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("half_scale", c_void_p),
+        ("zero", c_void_p),
+        *[(name, c_void_p) for name in ("outlier_ends", "outlier_inputs", "outlier_values")],
+    ]
+
+
+class Layer(ctypes.Structure):
+    """`Layer` of native/model.h."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")],
+        *[(name, c_void_p) for name in ("attention_post_norm", "mlp_post_norm")],
+        *[(name, Matrix) for name in ("qkv", "o", "gate_up", "down", "router")],
+        ("experts", POINTER(Matrix)),
+        ("key_scale", c_void_p),
+        ("value_scale", c_void_p),
+        ("window", c_int32),
+        ("rope", c_int32),
+    ]
+
+
+LAPS = ("embedding", "norms", "q/k/v", "attention", "o", "gate/up", "down", "activation", "head", "reading")
+"""`Lap` of native/model.cpp. norms: with rounding to the matmuls' inputs; attention: softmax over the cache;
+q/k/v: with rotation and the cache's write; gate/up: with its activation; activation: all of a mixture of experts;
+reading: waiting for streamed layers."""
+
+
+class Piece(ctypes.Structure):
+    """`Piece` of native/model.h."""
+
+    _fields_ = [("layer", c_int32), ("start", c_int64), ("size", c_int64), ("to", c_void_p)]
+
+
+class Stage(ctypes.Structure):
+    """`Stage` of native/model.h."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("gain", "shift")],
+        *[(name, Matrix) for name in ("embedding", "embedding_map", "proj", "out_map", "out")],
+    ]
+
+
+class Heads(ctypes.Structure):
+    """`Heads` of native/model.h."""
+
+    _fields_ = [
+        *[(name, c_int32) for name in ("count", "hidden", "inner", "drafted")],
+        *[(name, c_float) for name in ("norm_eps", "ratio")],
+        ("begin", c_void_p),
+        ("stages", POINTER(Stage)),
+        ("ids", c_void_p),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+    ]
+
+
+CHOOSE = CFUNCTYPE(c_int32, c_int32, c_int32, c_int32, c_float)
+"""`Choose` of native/model.h."""
+
+
+class Reading(ctypes.Structure):
+    """`Reading` of native/model.h."""
+
+    _fields_ = [("bytes", c_int64), ("seconds", c_double), ("waited", c_double), ("error", c_int32)]
+
+
+def matrix_of(p: Packed) -> Matrix:
+    codes, *others = map(pointer, p.arrays)
+    return Matrix(p.kind, p.input, p.n, p.k, p.group, p.input_scale, codes, p.codes.nbytes, *others)
+
+
+def pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+class _Pool:
+    """Threads of the library, shared by all decoders that use as many; they end with the last of those."""
+
+    def __init__(self, threads: int) -> None:
+        lib = library()
+        self.handle = c_void_p(lib.qspec_pool(threads))
+        if not self.handle:
+            raise MemoryError(f"{threads} threads cannot be started")
+        weakref.finalize(self, lib.qspec_pool_free, self.handle)
+
+
+_POOLS: "weakref.WeakValueDictionary[tuple[int, int], _Pool]" = weakref.WeakValueDictionary()
+
+
+def pool_of(threads: int) -> _Pool:
+    """Of this process: threads do not survive a fork."""
+    key = (os.getpid(), threads)
+    pool = _POOLS.get(key)
+    if pool is None:
+        _POOLS[key] = pool = _Pool(threads)
+    return pool
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The library with its functions declared; compiled if need be. Raises `NoLibrary`."""
+    path = native_library.library()
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoLibrary(f"{path} cannot be loaded ({error})") from error
+    signatures = {
+        "qspec_isa": (c_char_p, [c_int]),
+        "qspec_pool": (c_void_p, [c_int]),
+        "qspec_pool_free": (None, [c_void_p]),
+        "qspec_model": (c_void_p, [c_void_p, POINTER(Shape), c_char_p]),
+        "qspec_model_free": (None, [c_void_p]),
+        "qspec_set_layer": (c_int, [c_void_p, c_int, POINTER(Layer), c_int]),
+        "qspec_set_rope": (c_int, [c_void_p, c_int, c_void_p, c_void_p]),
+        "qspec_set_ends": (c_int, [c_void_p, POINTER(Matrix), c_void_p, POINTER(Matrix), c_int]),
+        "qspec_memory": (c_void_p, [c_void_p, c_int64]),
+        "qspec_set_stream": (c_int, [c_void_p, c_int, POINTER(Piece), c_int]),
+        "qspec_reading": (None, [c_void_p, POINTER(Reading)]),
+        "qspec_seconds": (None, [c_void_p, POINTER(c_double)]),
+        "qspec_sequence": (c_void_p, [c_void_p]),
+        "qspec_sequence_free": (None, [c_void_p]),
+        "qspec_cache_bytes": (c_int64, [c_void_p]),
+        "qspec_keep": (None, [c_void_p, POINTER(c_int32), c_int]),
+        "qspec_length": (c_int, [c_void_p]),
+        "qspec_truncate": (None, [c_void_p, c_int]),
+        "qspec_forward": (c_int, [c_void_p, POINTER(Part), c_int, c_int, c_void_p, c_void_p, c_void_p]),
+        "qspec_speculator": (c_void_p, [c_void_p, POINTER(Heads)]),
+        "qspec_speculator_free": (None, [c_void_p]),
+        "qspec_draft": (
+            c_int,
+            [c_void_p, c_void_p, POINTER(c_int64), c_int, POINTER(c_int32), c_int, CHOOSE, c_void_p, c_void_p],
+        ),
+        "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
+        "qspec_read": (c_float, [c_void_p, c_void_p, c_int64]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def instruction_sets() -> list[str]:
+    """Names of those that the library has code for and this machine runs, the fastest first. Raises `NoLibrary`."""
+    names, lib = list[str](), library()
+    while (name := lib.qspec_isa(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+class NativeLinear:
+    """A quantized layer without bias on one thread, for what is too small to share out."""
+
+    def __init__(self, linear: QLinear) -> None:
+        """Raises `NoLibrary` where there is no library."""
+        self.packed = pack_linears([linear], [None])
+        self._lib, self._pool, self._matrix = library(), pool_of(1), matrix_of(self.packed)
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        x_TK, y_TN = x_TK.contiguous(), torch.empty(len(x_TK), self.packed.n)
+        x, y, rows = x_TK.data_ptr(), y_TN.data_ptr(), len(x_TK)
+        if not self._lib.qspec_linear(self._pool.handle, None, byref(self._matrix), x, rows, y):
+            raise MemoryError("no memory for a matmul")
+        return y_TN
+
+
+def native_linear(packed: Packed, x_TK: Tensor, isa: str | None = None) -> Tensor:
+    """One matmul of the library `[T, N]`, for comparison with `ops.reference`."""
+    lib, pool, matrix = library(), pool_of(1), matrix_of(packed)
+    x_TK, y_TN = x_TK.float().contiguous(), torch.empty(len(x_TK), packed.n)
+    name = None if isa is None else isa.encode()
+    done = lib.qspec_linear(pool.handle, name, byref(matrix), x_TK.data_ptr(), len(x_TK), y_TN.data_ptr())
+    assert done, f"no memory for one matmul, or no {isa}"
+    return y_TN
+
+
+def read_floats(data: Tensor, threads: int) -> float:
+    """Sum of float32 `data` with as little work as reading takes: times the memory that decoding is bound by."""
+    pool = pool_of(threads)
+    return float(library().qspec_read(pool.handle, data.data_ptr(), data.numel()))

@@ -1,0 +1,1 @@
+"""The GPU engine: static caches, captured passes, the speculative loop on the device."""

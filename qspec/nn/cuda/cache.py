@@ -1,0 +1,80 @@
+"""The static KV cache of all sequences on a device: S slots for sequences, G KV heads, L positions, D head size."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from qspec.nn.cuda.model import CudaModel
+from qspec.ops.cuda import KVLayer
+
+
+class CudaCache:
+    """Tensors that never move, so that captured graphs may hold their addresses.
+
+    Position `length` is one more than sequences may use: padding rows are written there.
+    """
+
+    def __init__(self, model: CudaModel, sequences: int, length: int) -> None:
+        self.sequences, self.length = sequences, length
+        self._model = model
+        self._layers = [self._layer(i) for i in range(model.arch.n_layers)]
+
+    def first(self, sequences: int) -> list[KVLayer]:
+        """Views of every layer for the first `sequences` slots."""
+        return [_narrowed(layer, 0, sequences) for layer in self._layers]
+
+    def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[1, G, end, D]` of one slot in the compute dtype."""
+        own = _narrowed(self._layers[layer], slot, 1)
+        pairs = (own.k_BGLD, own.k_scale), (own.v_BGLD, own.v_scale)
+        k_1GLD, v_1GLD = (_values(codes[:, :, :end], scale, end) for codes, scale in pairs)
+        return k_1GLD.to(self._model.dtype), v_1GLD.to(self._model.dtype)
+
+    def keep(self, slot: int, start: int, path: Sequence[int]) -> None:
+        """Move positions `start + path[j]` of a slot to `start + j`."""
+        source = torch.tensor(path, dtype=torch.long, device=self._model.device) + start
+        for x_GL in self.stored(slot):
+            x_GL[:, start : start + len(path)] = x_GL.index_select(1, source)
+
+    def stored(self, slot: int) -> Iterator[Tensor]:
+        """Everything that a slot holds, `[G, L, …]`, codes as bytes."""
+        for layer in self._layers:
+            for x in (layer.k_BGLD, layer.v_BGLD, layer.k_scale, layer.v_scale):
+                if isinstance(x, Tensor):
+                    yield (x.view(torch.uint8) if x.element_size() == 1 else x)[slot]
+
+    @staticmethod
+    def bytes_of(model: CudaModel, sequences: int, length: int) -> int:
+        """What a cache would take."""
+        a, width = model.arch, model.dtype.itemsize if model.kv is None else model.kv.storage.itemsize
+        scales = 4 if model.kv is not None and not model.kv_scales else 0
+        return 2 * sequences * a.n_layers * a.n_kv_heads * (length + 1) * (a.head_dim * width + scales)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for slot in range(self.sequences) for x in self.stored(slot))
+
+    def _layer(self, i: int) -> KVLayer:
+        a, model = self._model.arch, self._model
+        shape = (self.sequences, a.n_kv_heads, self.length + 1, a.head_dim)
+        if model.kv is None:
+            keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+            return KVLayer(keys, values)
+        keys, values = (
+            torch.zeros(shape, dtype=torch.uint8, device=model.device).view(model.kv.storage) for _ in range(2)
+        )
+        if model.kv_scales:
+            return KVLayer(keys, values, *model.kv_scales[i])
+        return KVLayer(keys, values, *(torch.ones(shape[:3], device=model.device) for _ in range(2)))
+
+
+def _narrowed(layer: KVLayer, start: int, count: int) -> KVLayer:
+    scales = [x.narrow(0, start, count) if isinstance(x, Tensor) else x for x in (layer.k_scale, layer.v_scale)]
+    return KVLayer(layer.k_BGLD.narrow(0, start, count), layer.v_BGLD.narrow(0, start, count), *scales)
+
+
+def _values(codes_1GLD: Tensor, scale: Tensor | float, end: int) -> Tensor:
+    if codes_1GLD.element_size() > 1:
+        return codes_1GLD
+    return codes_1GLD.float() * (scale[:, :, :end, None] if isinstance(scale, Tensor) else scale)

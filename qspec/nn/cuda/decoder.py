@@ -1,0 +1,196 @@
+"""A decoder for CUDA: `nn.lm.BatchLM` and `HiddenLM` over static tensors, so that every pass is one captured graph.
+
+All sequences of a model share one cache with a slot for each. T rows of a pass, V vocabulary, K nodes of a tree.
+Short passes (decoding, verification) run for the first slots together; longer ones (prompts) one sequence at a time.
+On a CPU everything runs the same way on the eager twins of the operations.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Self
+import weakref
+
+import torch
+from torch import Tensor
+
+from qspec.errors import RecipeError
+from qspec.nn.cuda.cache import CudaCache
+from qspec.nn.cuda.model import CudaModel, load
+from qspec.nn.cuda.offload import offloaded
+from qspec.nn.cuda.passes import NODES, Inputs, Passes, batch_bucket, head, row_bucket
+from qspec.nn.states import States
+from qspec.numerics.speculation.trees import Parents, check_path, depths
+from qspec.records import LoadedModel, QuantizedModel
+
+
+class Pool:
+    """A model, its cache and graphs, and which slots are free. Shared by all sequences."""
+
+    def __init__(self, model: CudaModel, length: int, sequences: int) -> None:
+        self.passes = Passes(model, CudaCache(model, sequences, length))
+        self.free = list(range(sequences))
+
+    def take(self) -> int:
+        """The lowest free slot, of a cache that grows as it must: passes cover all slots below the highest in use."""
+        if not self.free:
+            self._grow()
+        slot = min(self.free)
+        self.free.remove(slot)
+        return slot
+
+    def _grow(self) -> None:
+        """A cache of twice the slots; graphs hold addresses of the old one and are captured anew."""
+        model, old = self.passes.model, self.passes.cache
+        new = CudaCache(model, 2 * old.sequences, old.length)
+        for slot in range(old.sequences):
+            for mine, before in zip(new.stored(slot), old.stored(slot), strict=True):
+                mine.copy_(before)
+        self.passes = Passes(model, new)
+        self.free += range(old.sequences, new.sequences)
+
+
+class CudaDecoder:
+    """One sequence of a model."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.arch, self._pool, self._slot = pool.passes.model.arch, pool, pool.take()
+        self._length, self._states = 0, States()
+        self._tree: Parents = ()  # nodes that wait behind `length`
+        weakref.finalize(self, pool.free.append, self._slot)
+
+    @classmethod
+    def load(
+        cls,
+        model: LoadedModel | QuantizedModel,
+        dtype: torch.dtype = torch.bfloat16,
+        max_length: int | None = None,
+        sequences: int = 1,
+        device: torch.device | str = "cuda",
+        memory_limit: int | None = None,
+    ) -> Self:
+        """Pack a model onto a device, with room for `sequences` of `max_length` positions; forks beyond make more.
+
+        memory_limit: bytes on the device that weights and cache may take; layers beyond it wait in host memory.
+        Raises `RecipeError` for what `cuda_model.obstacle` names, and for a limit that is too small.
+        """
+        place, length = torch.device(device), max_length or model.arch.max_positions
+        packed = load(model, place if memory_limit is None else torch.device("cpu"), dtype)
+        if memory_limit is not None:
+            packed = offloaded(packed, place, memory_limit - CudaCache.bytes_of(packed, sequences, length))
+        return cls(Pool(packed, length, sequences))
+
+    @property
+    def device(self) -> torch.device:
+        return self._pool.passes.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.arch.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return self._pool.passes.cache.length
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= self._length, f"truncate to {length} of {self._length}"
+        self._states.truncate(length)
+        self._length, self._tree = length, ()
+
+    def hidden(self, count: int = 1) -> Tensor:
+        """As `HiddenLM` says, on the CPU, where speculator heads are."""
+        return self._states.newest(count).cpu()
+
+    @property
+    def weights(self) -> Hashable:
+        return self._pool
+
+    def fork(self) -> Self:
+        """Another, empty sequence on the same weights."""
+        return type(self)(self._pool)
+
+    @torch.inference_mode()
+    def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        if len(tokens_T) > NODES:
+            return self._read(tokens_T, last)
+        logits_TV = self.forward_many([self], [tokens_T], [None])[0]
+        return logits_TV if last is None else logits_TV[-last:]
+
+    def forward_tree(self, tokens_T: Tensor, parents_K: Parents) -> Tensor:
+        return self.forward_many([self], [tokens_T], [parents_K])[0]
+
+    @torch.inference_mode()
+    def keep(self, path: Sequence[int]) -> None:
+        check_path(self._tree, path)
+        if list(path) != list(range(len(path))):
+            self._pool.passes.cache.keep(self._slot, self._length, path)
+        self._states.keep(path)
+        self._length, self._tree = self._length + len(path), ()
+
+    @classmethod
+    @torch.inference_mode()
+    def forward_many(
+        cls, sequences: Sequence["CudaDecoder"], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
+    ) -> list[Tensor]:
+        pool, asked = sequences[0]._pool, list(zip(sequences, tokens, parents, strict=True))
+        assert all(sequence._pool is pool for sequence in sequences), "forks of different weights"
+        if any(max(len(tokens_T), len(up or ())) > NODES for _, tokens_T, up in asked):
+            return [sequence._alone(tokens_T, up) for sequence, tokens_T, up in asked]
+        cache = pool.passes.cache
+        batch = batch_bucket(max(sequence._slot for sequence in sequences) + 1, cache.sequences)
+        given = Inputs.padding(batch, row_bucket(max(map(len, tokens))), cache.length)
+        for sequence, tokens_T, parents_K in asked:
+            sequence._place(given, tokens_T, parents_K)
+        logits_BRV, hidden_BRH = pool.passes(given)
+        out = []
+        for sequence, tokens_T, parents_K in asked:
+            rows = slice(len(tokens_T))
+            sequence._advance(len(tokens_T), parents_K, hidden_BRH[sequence._slot, rows].clone())
+            out.append(logits_BRV[sequence._slot, rows].clone())
+        return out
+
+    def _alone(self, tokens_T: Tensor, parents_K: Parents | None) -> Tensor:
+        if parents_K is None:
+            return self.forward(tokens_T)
+        if len(parents_K) > NODES:
+            rule = f"a pass on CUDA tells {NODES} nodes apart"
+            raise RecipeError(f"a tree of {len(parents_K)} nodes", rule, "draft fewer")
+        return self.forward_tree(tokens_T, parents_K)
+
+    def _place(self, given: Inputs, tokens_T: Tensor, parents_K: Parents | None) -> None:
+        """Write this sequence's rows into a pass."""
+        count, size = len(tokens_T), len(tokens_T) if parents_K is None else len(parents_K)
+        end = self._length + size
+        assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
+        up = list(range(-1, count - 1)) if parents_K is None else list(parents_K)
+        assert up[: size - count] == list(self._tree[: size - count]), "another tree than the one begun"
+        row = self._slot, slice(count)
+        given.tokens_BR[row] = tokens_T.cpu()
+        given.positions_BR[row] = self._length + torch.tensor(depths(up)[-count:])
+        given.slots_BR[row] = torch.arange(end - count, end)
+        given.ancestors_BR[row] = torch.tensor(ancestors(up)[-count:])
+        given.lengths_B[self._slot] = self._length
+
+    def _advance(self, count: int, parents_K: Parents | None, hidden_TH: Tensor) -> None:
+        if parents_K is None:
+            self._length, self._tree = self._length + count, ()
+            self._states.append(hidden_TH.float(), self._length)
+        else:
+            self._tree = tuple(parents_K)
+            self._states.offer(hidden_TH.float(), len(parents_K))
+
+    def _read(self, tokens_T: Tensor, last: int | None) -> Tensor:
+        """A long text; of the last or of all its tokens the logits that are asked for."""
+        hidden_TH = self._pool.passes.read(self._slot, tokens_T, self._length)[-(last or len(tokens_T)) :]
+        self._advance(len(tokens_T), None, hidden_TH)
+        return head(self._pool.passes.model, hidden_TH[None])[0][0]
+
+
+def ancestors(parents_K: Parents) -> list[int]:
+    """The nodes that each sees, itself among them, as bits of an int64."""
+    seen = list[int]()
+    for node, parent in enumerate(parents_K):
+        seen.append((seen[parent] if parent >= 0 else 0) | 1 << node)
+    return [bits - (1 << 64) if bits >> 63 else bits for bits in seen]

@@ -1,0 +1,1 @@
+"""The torch engine: a decoder, its attention, caches and linear layers."""

@@ -1,0 +1,1 @@
+"""Formats, scales, codes and what makes their error small."""

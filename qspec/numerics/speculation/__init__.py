@@ -1,0 +1,1 @@
+"""Probabilities, acceptance, verification and the gain of drafts."""

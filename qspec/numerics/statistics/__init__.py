@@ -1,0 +1,1 @@
+"""How sure a measured number is."""

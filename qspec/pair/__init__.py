@@ -1,0 +1,1 @@
+"""Target and draft as one unit: packaged, checked, opened."""

@@ -1,0 +1,57 @@
+"""A recipe's MLP speculator: the head as it was trained, fitted to its target, in INT8; or a new one, trained here."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from qspec.bridges import speculator
+from qspec.bridges.hub import fetch_model
+from qspec.errors import RecipeError
+from qspec.models.load import locate
+from qspec.nn.cpp.int8_map import Int8Map
+from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, swap_linears
+from qspec.records import EMBEDDING, HEAD, ArchMap, LoadedModel, QuantizedModel
+from qspec.schema.recipe import MlpDraft, ModelSpec
+
+
+def shape_of(draft: MlpDraft, arch: ArchMap) -> SpeculatorShape:
+    """Sizes of the head that a recipe asks for."""
+    return SpeculatorShape(
+        arch.hidden_size,
+        arch.vocab_size,
+        draft.n_predict,
+        draft.inner_dim,
+        draft.tie_weights,
+        draft.scale_input,
+        draft.draft_vocab if draft.draft_vocab < arch.vocab_size else 0,
+        draft.shared,
+    )
+
+
+def head_folder(draft: MlpDraft, arch: ArchMap) -> Path:
+    """Where the head lies, fetched if need be. Raises `SourceError`, and `RecipeError` for one of other sizes."""
+    spec = ModelSpec(model=draft.model, revision=draft.revision)
+    folder = locate(spec).path or fetch_model(draft.model, draft.revision)[0]
+    found, asked = speculator.read_shape(folder), shape_of(draft, arch)
+    for name in ("emb_dim", "vocab_size", "n_predict", "inner", "tie_weights", "scale_input", "draft_vocab", "shared"):
+        mine, its = getattr(asked, name), getattr(found, name)
+        if mine != its:
+            rule = f"but its config.json says {its!r}"
+            fix = "make the recipe agree, or use another head"
+            raise RecipeError(f"draft {draft.model}: {name} {mine!r}", rule, fix)
+    return folder
+
+
+def open_head(folder: Path, target: LoadedModel | QuantizedModel) -> MLPSpeculator:
+    """A stored head for a target, every linear layer in INT8: those stored as float, and shared rows, are rounded."""
+    head = speculator.read(folder, *target_rows(target))
+    swap_linears(head, lambda linear: Int8Map.rounded(linear.weight))
+    return head
+
+
+def target_rows(target: LoadedModel | QuantizedModel) -> tuple[Tensor, Tensor]:
+    """The target's embedding and output rows `[V, H]`, as its head multiplies with them."""
+    embedding_VH = target.tensors[EMBEDDING]
+    if isinstance(target, QuantizedModel) and "lm_head" in target.linears:
+        return embedding_VH, target.linears["lm_head"].weight.dequantize()
+    return embedding_VH, target.tensors.get(HEAD, embedding_VH)

@@ -1,0 +1,300 @@
+"""Open a packaged pair: the engine runs exactly the files that were packaged."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+import hashlib
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from qspec.bridges import compressed
+from qspec.bridges.text import prompt_tokens
+from qspec.errors import IntegrityError, RecipeError
+from qspec.models.vocab import real_vocab
+from qspec.nn.cpp.decoder import NativeDecoder
+from qspec.nn.cpp.offload import OffloadedDecoder
+from qspec.nn.engines import AnyDecoder, gpu_for, open_decoder, settings_obstacle
+from qspec.nn.lm import BatchLM
+from qspec.nn.mlp_speculator import MLPSpeculator
+from qspec.ops.select import Kernels
+from qspec.pair.check import check_scales
+from qspec.pair.drafters import draft_lm, draft_policy, lookup_drafter, mlp_drafter, model_drafter, request_policy
+from qspec.pair.head import open_head
+from qspec.pair.text_stream import TextStream
+from qspec.records import QuantizedModel
+from qspec.schema.manifest import NAME, Manifest
+from qspec.schema.problems import validate
+from qspec.schema.recipe import (
+    MOST_SEED,
+    Dtype,
+    LookupDraft,
+    MlpDraft,
+    ModelDraft,
+    Recipe,
+    SelfDraft,
+)
+from qspec.schema.sizes import parse_bytes
+from qspec.speculation import engine
+from qspec.speculation.batch import Prompt, generate_batch as run_batch
+from qspec.speculation.stats import SpecStats
+from qspec.speculation.types import Drafter, DraftLength, Generation, Sampling
+
+_TIMED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Answer to one prompt. `stats` is None when nothing was decoded speculatively."""
+
+    text: str
+    generation: Generation
+    stats: SpecStats | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed after the first token."""
+        return (len(self.generation.tokens) - 1) / self.generation.seconds if self.generation.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """A target, its drafter and the draft-length policy, ready to run on this machine."""
+
+    folder: Path
+    manifest: Manifest
+    recipe: Recipe
+    model: QuantizedModel
+    draft_model: QuantizedModel | None
+    target: AnyDecoder
+    drafter: Drafter
+    policy: DraftLength
+    head: MLPSpeculator | None = None
+    batch_policies: dict[int, list[DraftLength]] = field(default_factory=dict)  # by the size of batches
+
+    def generate(
+        self,
+        prompt: str,
+        max_new_tokens: int = 256,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        speculative: bool = True,
+        on_text: Callable[[str], None] | None = None,
+        domain: str = "",
+    ) -> Completion:
+        """Answer `prompt` (through the chat template, if there is one); the law is the target's, drafts or not.
+
+        Sampling defaults are the recipe's. `on_text` receives text as soon as it is certain, from another thread while
+        the next pass runs. `domain` names the kind of request, for draft lengths that learn (`confidence`, `optimal`);
+        under these the same seed may give another sample of the same law.
+        """
+        _check_seed(seed)
+        sampling = self._sampling(temperature, top_k, top_p)
+        with ThreadPoolExecutor(1, "qspec-text") as worker:
+            stream = TextStream(self.model.tokenizer.decode, worker, on_text)
+            generation = engine.generate(
+                self.target,
+                self.drafter if speculative else None,
+                self.policy,
+                prompt_tokens(self.model.tokenizer, prompt)[0],
+                max_new_tokens,
+                sampling,
+                self.model.arch.eos_ids,
+                torch.Generator().manual_seed(seed),
+                stream.add,
+                domain,
+            )
+            text = stream.finish()
+        stats = None
+        if any(step.drafted for step in generation.steps):
+            stats = SpecStats.from_steps(generation.steps, self._plain_step_seconds())
+        return Completion(text, generation, stats)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int = 256,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        speculative: bool = True,
+        on_text: Callable[[int, str], None] | None = None,
+        domain: str = "",
+    ) -> list[Completion]:
+        """Answer several prompts together, every step one pass of the target for all of them; results in their order.
+
+        Each has a drafter, a policy and randomness (`seed` + its number) of its own, so answers are those of one by one
+        where rows are computed as if alone; policies that learn keep it for the next batch of as many prompts.
+        `draft_length.by_batch` caps drafts by how many go on. `on_text` is told the prompt's number too, from one other
+        thread. Completions have no `stats`: a batch has no plain step to compare with.
+        Raises `RecipeError` for a target that serves one request at a time.
+        """
+        _check_seed(seed)
+        if not isinstance(self.target, BatchLM):
+            rule = f"{type(self.target).__name__} serves one request at a time"
+            raise RecipeError(f"a batch of {len(prompts)} prompts", rule, "call generate for each")
+        length = self.recipe.speculation.draft_length
+        if len(prompts) not in self.batch_policies:
+            self.batch_policies[len(prompts)] = [request_policy(length) for _ in prompts]
+        policies = self.batch_policies[len(prompts)]
+        asked = [
+            Prompt(
+                prompt_tokens(self.model.tokenizer, prompt)[0],
+                max_new_tokens,
+                torch.Generator().manual_seed((seed + i) % (MOST_SEED + 1)),
+                self.new_drafter() if speculative else None,
+                policy,
+                domain,
+            )
+            for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True))
+        ]
+        sampling = self._sampling(temperature, top_k, top_p)
+        with ThreadPoolExecutor(1, "qspec-text") as worker:
+            told = (_numbered(i, on_text) for i in range(len(prompts)))
+            streams = [TextStream(self.model.tokenizer.decode, worker, one) for one in told]
+            found = run_batch(
+                self.target,
+                asked,
+                sampling,
+                self.model.arch.eos_ids,
+                length.by_batch,
+                lambda i, tokens: streams[i].add(tokens),
+            )
+            return [Completion(stream.finish(), answer, None) for stream, answer in zip(streams, found, strict=True)]
+
+    def new_drafter(self) -> Drafter:
+        """A drafter on the same draft weights, with a cache and a memory of its own."""
+        decoder = draft_lm(self.drafter)
+        fork = decoder.fork() if isinstance(decoder, AnyDecoder) else None
+        return _drafter(self.recipe, self.model, self.draft_model, fork, self.head)
+
+    def _sampling(self, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
+        """The recipe's, where nothing else is asked for."""
+        law = self.recipe.speculation
+        return Sampling(
+            law.temperature if temperature is None else temperature,
+            law.top_k if top_k is None else top_k,
+            law.top_p if top_p is None else top_p,
+        )
+
+    def _plain_step_seconds(self) -> float:
+        """Median time of one plain decoding step at the present context length."""
+        seconds = []
+        for _ in range(1 if isinstance(self.target, OffloadedDecoder) else _TIMED_STEPS):
+            self.target.truncate(self.target.length - 1)
+            begin = perf_counter()
+            self.target.forward(torch.tensor([0]))
+            seconds.append(perf_counter() - begin)
+        return median(seconds)
+
+
+def open_pair(
+    folder: str | Path,
+    kernels: Kernels = "auto",
+    memory_limit: str | int | None = None,
+    direct_io: bool = False,
+    recipe: Recipe | None = None,
+) -> LoadedPair:
+    """Load a pair from its folder. Raises `IntegrityError` if there is none, or for scales that nothing can run.
+
+    memory_limit: of the target, in bytes or as `2GiB`; layers beyond it are read from disk for every pass, past the
+    system's file cache if `direct_io`. recipe: in place of the pair's own, with other `speculation` of the same halves.
+    `stages.check` verifies every byte.
+    """
+    limit = None if memory_limit is None else parse_bytes(memory_limit, "memory limit")
+    if direct_io and limit is None:
+        rule = "reads layers that a memory limit keeps out of memory, and there is none"
+        raise RecipeError("direct_io", rule, "give memory_limit too, or leave direct_io off")
+    folder = Path(folder)
+    try:
+        manifest = Manifest.parse((folder / NAME).read_bytes())
+    except OSError as error:
+        raise IntegrityError(str(folder), f"holds no readable {NAME}", "give the folder of a pair") from error
+    recipe = recipe or validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
+    options: dict[str, Any] = engine_options(recipe) | {"kernels": kernels}
+    model = _half(folder / "target")
+    most = recipe.speculation.max_length
+    if limit is None:
+        target = open_decoder(model, max_length=most, **options)
+    else:
+        _refuse_torch(compute_dtype(recipe.dtype), kernels)
+        target = OffloadedDecoder.open(model, _weights_name(manifest), limit, most, direct_io)
+    draft = _half(folder / "draft") if isinstance(recipe.draft, ModelDraft | SelfDraft) else None
+    head = open_head(folder / "draft", model) if isinstance(recipe.draft, MlpDraft) else None
+    decoder = None
+    if draft is not None:
+        decoder = open_decoder(draft, max_length=min(target.max_length, draft.arch.max_positions), **options)
+    return LoadedPair(
+        folder,
+        manifest,
+        recipe,
+        model,
+        draft,
+        target,
+        _drafter(recipe, model, draft, decoder, head),
+        draft_policy(recipe.speculation.draft_length),
+        head,
+    )
+
+
+def _weights_name(manifest: Manifest) -> str:
+    """What a target's packed weights are kept under: a digest of the files that they are made from."""
+    files = [f"{file.path} {file.sha256}" for file in manifest.files if file.path.startswith("target/")]
+    return hashlib.sha256("\n".join(files).encode()).hexdigest()
+
+
+def _refuse_torch(dtype: torch.dtype, kernels: Kernels) -> None:
+    """Layers are read from disk by the C++ core alone."""
+    if obstacle := settings_obstacle(dtype, kernels) or NativeDecoder.missing():
+        rule = f"layers are read from disk by the C++ core, which does not run here: {obstacle}"
+        raise RecipeError("memory_limit", rule, "open the pair without one")
+
+
+def _half(folder: Path) -> QuantizedModel:
+    model = compressed.read(folder)
+    check_scales(folder)
+    return model
+
+
+def engine_options(recipe: Recipe) -> dict[str, Any]:
+    """What `open_decoder` is told beside model and length: a pair for a GPU runs on this machine's, if there is one."""
+    own = None if recipe.dtype == "auto" else compute_dtype(recipe.dtype)
+    return {"dtype": own, "gpu": gpu_for(recipe.device)}
+
+
+def compute_dtype(name: Dtype) -> torch.dtype:
+    """The dtype of a CPU's activations; `auto` is float32, the fastest exact choice where it lacks bfloat16 units."""
+    return torch.float32 if name == "auto" else getattr(torch, name)
+
+
+def _drafter(
+    recipe: Recipe,
+    target: QuantizedModel,
+    draft: QuantizedModel | None,
+    decoder: AnyDecoder | None,
+    head: MLPSpeculator | None,
+) -> Drafter:
+    if isinstance(recipe.draft, LookupDraft):
+        return lookup_drafter(recipe.draft)
+    if isinstance(recipe.draft, MlpDraft):
+        assert head is not None
+        return mlp_drafter(head, recipe.draft, target.arch, real_vocab(target.tokenizer))
+    assert draft is not None
+    assert decoder is not None
+    assert isinstance(recipe.draft, ModelDraft | SelfDraft)
+    return model_drafter(decoder, recipe.draft, target.arch, real_vocab(draft.tokenizer))
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed <= MOST_SEED:
+        raise RecipeError(f"seed {seed}", f"must lie in 0 to {MOST_SEED}", "choose another")
+
+
+def _numbered(i: int, on_text: Callable[[int, str], None] | None) -> Callable[[str], None] | None:
+    return None if on_text is None else lambda text: on_text(i, text)

@@ -1,0 +1,214 @@
+"""Write the pair: target and draft in one folder under one manifest, verified before it gets its name."""
+
+from collections.abc import Iterator, Mapping
+import json
+from pathlib import Path
+import shutil
+from typing import Any, Literal
+
+import torch
+
+from qspec.bridges import compressed, speculator
+from qspec.errors import IntegrityError, OutputError
+from qspec.models.load import notices, stored_dtype
+from qspec.models.vocab import check_heads, check_tokenizers, real_vocab
+from qspec.numerics.quantization.outliers import same_matrix
+from qspec.pair.check import check, examine, read_manifest, scheme_counts
+from qspec.pair.head import open_head
+from qspec.provenance import atomic_write, environment, require_space, sha256_file, staged_dir
+from qspec.records import QuantizedModel
+from qspec.schema.devices import read_device
+from qspec.schema.manifest import NAME, FileEntry, Half, Manifest, TokenizerInfo, Validity
+from qspec.schema.recipe import LookupDraft, MlpDraft, ModelDraft, Recipe, SelfDraft
+from qspec.schemes.exports import exports, vllm_command, vllm_speculative_config
+from qspec.schemes.footprint import footprint
+
+TARGET, DRAFT, REPORT = "target", "draft", "report"
+
+
+_GUESSED = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM takes a draft below such a path for that method
+
+
+def package(
+    target: QuantizedModel,
+    draft: QuantizedModel | None,
+    recipe: Recipe,
+    out: Path,
+    head: Path | None = None,
+) -> Path:
+    """Write `out/pair` and return it; it appears whole and verified, or not at all.
+
+    `draft` None is a draft without weights (n-gram), or a speculator's: `head`, which is stored in INT8. Raises
+    `PairError` for halves that do not fit together, before anything is written, and `OutputError` for a folder that
+    cannot take them.
+    """
+    pair = out / "pair"
+    halves = {TARGET: target} if draft is None else {TARGET: target, DRAFT: draft}
+    if draft is not None:
+        check_tokenizers(target.tokenizer, draft.tokenizer)
+        check_heads(target.arch, draft.arch)
+        refuse_guessed(pair)
+    require_space(out, sum(stored_bytes(model, stored_dtype(recipe, model)) for model in halves.values()))
+    with staged_dir(pair) as part:
+        for name, model in halves.items():
+            compressed.write(model, part / name, stored_dtype(recipe, model))
+            for path in notices(model.source):
+                shutil.copyfile(path, part / name / path.name)
+        if head is not None:
+            speculator.write(open_head(head, target), part / DRAFT, speculator.read_config(head).get("qspec"))
+        (part / NAME).write_bytes(_manifest(target, draft, recipe, part).dump())
+        _, read = examine(part)
+        for name, model in halves.items():
+            _verify(model, read[name], name)
+    return pair
+
+
+def seal(pair: Path, results: Mapping[str, Any], report: Path) -> None:
+    """Add the report folder and the measurements of `results` (a `schema.results.Results` as plain data).
+
+    The halves keep the digests that they were packaged with: raises `IntegrityError` if a file changed since.
+    """
+    results = json.loads(json.dumps(results), parse_constant=str)  # infinity by name, as in results.json
+    manifest = read_manifest(pair)
+    kept = [entry for entry in manifest.files if not entry.path.startswith(f"{REPORT}/")]
+    with staged_dir(pair / REPORT) as part:
+        shutil.copytree(report, part, dirs_exist_ok=True)
+    speed = results.get("speed") or {}
+    sealed = manifest.model_copy(
+        update={
+            "measurements": tuple(_measurements({k: v for k, v in results.items() if k != "recipe"})),
+            "lossless": _proof(speed) if speed.get("equality") else None,
+            "files": tuple(sorted([*kept, *_files(pair, REPORT)], key=lambda entry: entry.path)),
+        }
+    )
+    atomic_write(pair / NAME, Manifest.model_validate(sealed.model_dump()).dump())
+    check(pair)
+
+
+def _proof(speed: Mapping[str, Any]) -> dict[str, Any]:
+    """What was found of the pair's losslessness, and the switches that would end it."""
+    return {"equality": speed["equality"], "marginals": speed.get("marginals"), "lossy_switches": SWITCHES}
+
+
+def stored_bytes(model: QuantizedModel, dtype: torch.dtype) -> int:
+    """Size of the weights on disk."""
+    schemes = model.plan.resolve(model.arch.linears())
+    return footprint(model.arch, schemes, model.plan.kv, dtype.itemsize).resident
+
+
+def refuse_guessed(pair: Path) -> None:
+    """Raise `OutputError` for the folder of a pair with a draft model in which vLLM would see another kind of draft."""
+    path = str(pair.absolute()).lower()
+    for word in _GUESSED:
+        if word in path:
+            raise OutputError(
+                str(pair), f"vLLM reads {word!r} in a path as a kind of draft", "choose another folder name"
+            )
+
+
+def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Recipe, pair: Path) -> Manifest:
+    served = exports(recipe, read_device(recipe.device), target.arch)
+    missing = [f"{part.part}: {part.detail}" for part in served if part.runtime == "vllm" and not part.served]
+    return Manifest(
+        name=recipe.name,
+        target=_half("model", TARGET, target),
+        draft=_draft_half(recipe, draft),
+        tokenizer=TokenizerInfo(
+            fingerprint=target.tokenizer.fingerprint(),
+            real_vocab=real_vocab(target.tokenizer),
+            target_vocab=target.arch.vocab_size,
+            draft_vocab=draft.arch.vocab_size if draft else None,
+        ),
+        served_by=served,
+        exportable=not missing,
+        reason="; ".join(missing),
+        speculation=_speculation(recipe, target),
+        vllm_speculative_config=vllm_speculative_config(recipe, DRAFT),
+        validity=Validity(
+            device=recipe.device,
+            dtype=str(stored_dtype(recipe, target)).removeprefix("torch."),
+            max_length=recipe.speculation.max_length or target.arch.max_positions,
+        ),
+        recipe=recipe.as_dict(),
+        environment=environment(),
+        files=_files(pair),
+    )
+
+
+def _half(kind: Literal["model", "self"], folder: str, model: QuantizedModel) -> Half:
+    return Half(
+        kind=kind,
+        folder=folder,
+        source=dict(model.source),
+        quantization=compressed.quantization_config(model),
+        schemes=scheme_counts(model),
+        notes=model.notes,
+    )
+
+
+def _draft_half(recipe: Recipe, draft: QuantizedModel | None) -> Half:
+    if isinstance(recipe.draft, MlpDraft):
+        source = {"model": recipe.draft.model, "revision": recipe.draft.revision or ""}
+        return Half(kind=recipe.draft.kind, folder=DRAFT, source=source)
+    if draft is None:
+        assert isinstance(recipe.draft, LookupDraft), f"draft kind {recipe.draft.kind} needs a model"
+        return Half(kind=recipe.draft.kind)
+    assert isinstance(recipe.draft, ModelDraft | SelfDraft)
+    return _half(recipe.draft.kind, DRAFT, draft)
+
+
+def _speculation(recipe: Recipe, target: QuantizedModel) -> dict[str, Any]:
+    """Draft length and sampling as the recipe says, a lookup's own settings, and the command that serves the pair."""
+    command = vllm_command(recipe, kv=target.plan.kv, float32=stored_dtype(recipe, target) == torch.float32)
+    settings = recipe.speculation.model_dump(mode="json") | {"vllm_command": command}
+    draft = recipe.draft
+    own = {draft.kind: draft.model_dump(mode="json", exclude={"kind"})} if isinstance(draft, LookupDraft) else {}
+    return settings | own
+
+
+def _files(pair: Path, below: str = ".") -> tuple[FileEntry, ...]:
+    """Entries of all files in a folder of the pair, the manifest left out."""
+    paths = {path.relative_to(pair).as_posix(): path for path in (pair / below).rglob("*") if path.is_file()}
+    return tuple(
+        FileEntry(path=name, bytes=path.stat().st_size, sha256=sha256_file(path))
+        for name, path in sorted(paths.items())
+        if name != NAME
+    )
+
+
+def _verify(model: QuantizedModel, back: QuantizedModel, name: str) -> None:
+    """What a reader gets are the codes and scales that were made; raises `IntegrityError`."""
+    for layer, linear in model.linears.items():
+        other = back.linears[layer]
+        same = torch.equal(linear.weight.codes.view(torch.uint8), other.weight.codes.view(torch.uint8))
+        same = same and same_matrix(linear.outliers, other.outliers)
+        if not same or not torch.equal(linear.weight.scale, other.weight.scale):
+            raise IntegrityError(f"{name}: {layer}", "reads back different from what was written", "check the disk")
+    for kind in ("k_scale", "v_scale", "q_scale"):
+        made, read = getattr(model, kind), getattr(back, kind)
+        if made.keys() != read.keys() or not all(torch.equal(made[layer], read[layer]) for layer in made):
+            raise IntegrityError(f"{name}: {kind}", "reads back different from what was written", "check the disk")
+    ids = [None if half.head_ids is None else half.head_ids.tolist() for half in (model, back)]
+    if ids[0] != ids[1] or back.plan.kv != model.plan.kv or back.tensors.keys() != model.tensors.keys():
+        raise IntegrityError(name, "reads back different from what was written", "check the disk")
+
+
+def _measurements(node: Any) -> Iterator[dict[str, Any]]:
+    """Every measurement anywhere in the results, in order."""
+    if isinstance(node, Mapping):
+        if {"metric", "value", "unit", "n"} <= node.keys():
+            yield dict(node)
+        for child in node.values():
+            yield from _measurements(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _measurements(child)
+
+
+SWITCHES = {
+    "tokens accepted by a threshold instead of the rejection rule (typical acceptance)": False,
+    "laws of draft and target mixed (ensembles)": False,
+    "acceptance by a given rate (synthetic)": False,
+    "another temperature, top-k or top-p for verification than for plain decoding": False,
+}
+"""What would make speculation lossy, and whether the engine does it. It has no option for any of these."""

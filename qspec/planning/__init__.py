@@ -1,0 +1,1 @@
+"""What a recipe would do, before compute is spent."""

@@ -1,0 +1,296 @@
+"""A recipe resolved against the shapes of its models: plans, bytes, rates. No weights, no compute."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from qspec.bridges import oneshot
+from qspec.bridges.hf import arch_from_config
+from qspec.bridges.text import SUFFIXES, data_names, where_from
+from qspec.errors import RecipeError, SourceError
+from qspec.models.layers import require_layers
+from qspec.models.load import Location, locate, resolve_config, source_dtype
+from qspec.models.vocab import require_limit
+from qspec.numerics.roofline import prefill_seconds
+from qspec.plan import LayerScheme, QuantPlan
+from qspec.planning.duration import HalfCost, Step, steps
+from qspec.planning.forecast import CONTEXT, Duo, rates
+from qspec.quantize.allocate import assumed_plan
+from qspec.quantize.rotate import prepared_arch
+from qspec.quantize.units import candidate_schemes
+from qspec.records import ArchMap
+from qspec.schema.datasets import dataset
+from qspec.schema.devices import DeviceSheet, read_device
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import Draft, Dtype, MlpDraft, ModelDraft, ModelSpec, Recipe, SelfDraft
+from qspec.schemes.build import build_plan, needs_statistics, resolve_plan
+from qspec.schemes.footprint import Footprint, footprint, kv_window_bytes, mlp_footprint
+
+USABLE = 0.9
+"""Share of a device's memory that weights and KV may take; the rest is activations and graphs."""
+STORED = 2
+"""Bytes of a stored value where only a model's shape is known: nearly all models come in 16 bits."""
+MOST_PADDING = 1024
+"""Head rows by which models of one tokenizer differ at most."""
+TRAINED = {"model": "/draft", "mlp_speculator": "/head"}
+"""Where `train-draft` puts a draft, by its kind, below its output folder."""
+
+
+@dataclass(frozen=True)
+class PlannedHalf:
+    """One half of the pair, resolved: `bytes` under its plan, `plain` with nothing quantized.
+
+    original: the architecture before any rewrite; stored: bytes of a float that is kept. With mixed precision the plan
+    is one of the budget's size, not yet the one that measurements will give.
+    """
+
+    model: str
+    arch: ArchMap
+    spec: QuantSpec
+    plan: QuantPlan
+    schemes: Mapping[str, LayerScheme | None]
+    bytes: Footprint
+    plain: Footprint
+    original: ArchMap
+    stored: int
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it must see calibration text, in words; empty if it need not."""
+        return needs_statistics(self.schemes, self.plan, self.spec)
+
+    @property
+    def cost(self) -> HalfCost:
+        """What the duration of its stages follows from."""
+        rounded = sum(group.parameters for label, group in self.bytes.groups.items() if label != "none")
+        kv = self.plan.kv
+        return HalfCost(
+            stored=self.plain.parameters * self.stored,
+            cost=self.plain.cost,
+            spec=self.spec,
+            weights=self.bytes.parameters,
+            rounded=rounded,
+            layers=self.arch.n_layers,
+            reasons=tuple(self.reasons),
+            kv_candidates=0 if kv is None or not kv.open else 1 + (kv.scales == "auto"),
+        )
+
+    @property
+    def possible(self) -> Mapping[str, LayerScheme | None]:
+        """Schemes by layer, and those that a layer may yet get."""
+        open_to = candidate_schemes(self.spec) if self.spec.mixed is not None else {}
+        return {**self.schemes, **{f"mixed.candidates {name}": scheme for name, scheme in open_to.items()}}
+
+
+@dataclass(frozen=True)
+class PlannedPair:
+    """A recipe resolved against shapes. `draft` None: n-gram or MLP speculator (then `head` has its bytes).
+
+    own_rows: rows of the draft's head before it gets the target's.
+    """
+
+    recipe: Recipe
+    sheet: DeviceSheet
+    dtype: str
+    target: PlannedHalf
+    draft: PlannedHalf | None
+    head: Footprint | None
+    own_rows: int
+
+    @property
+    def halves(self) -> list[PlannedHalf]:
+        """The target and, if it has weights to quantize, the draft."""
+        return [half for half in (self.target, self.draft) if half is not None]
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether any half must see calibration text, or a draft's ids are chosen by it."""
+        return bool(head_rows(self.recipe)) or any(half.reasons for half in self.halves)
+
+    @property
+    def drafting(self) -> Footprint | None:
+        """Bytes of whatever drafts; None for n-grams."""
+        return self.draft.bytes if self.draft is not None else self.head
+
+    @property
+    def max_length(self) -> int:
+        return self.recipe.speculation.max_length or self.target.arch.max_positions
+
+    @property
+    def gammas(self) -> tuple[int, int]:
+        """The recipe's draft length, and the longest that may be used."""
+        length = self.recipe.speculation.draft_length
+        if isinstance(self.recipe.draft, MlpDraft):
+            return min(length.k, self.recipe.draft.n_predict), self.recipe.draft.n_predict
+        return length.k, max(length.k, length.max_k)
+
+    @property
+    def limit(self) -> float | None:
+        """Bytes that weights and KV may take: the device's, the budget's, whichever is less."""
+        device = self.sheet.memory_gb and self.sheet.memory_gb * USABLE
+        return min((gb * 1e9 for gb in (device, self.recipe.budget.memory_gb) if gb), default=None)
+
+    @property
+    def weights_and_kv(self) -> tuple[int, int]:
+        """Resident bytes of both halves, and KV bytes of both per token."""
+        halves = [half for half in (self.target.bytes, self.drafting) if half is not None]
+        return sum(half.resident for half in halves), sum(half.kv_bytes_per_token for half in halves)
+
+    @property
+    def windows(self) -> int:
+        """Bytes of float KV windows that a sequence takes in both halves, beside its KV per token."""
+        width: int = getattr(torch, self.dtype).itemsize
+        return sum(kv_window_bytes(half.arch, half.plan.kv, width, self.max_length) for half in self.halves)
+
+    def capacity(self, length: int) -> int | None:
+        """Sequences of `length` tokens that fit beside the weights; None without a limit."""
+        weights, kv = self.weights_and_kv
+        return None if self.limit is None else max(0, int((self.limit - weights) // (kv * length + self.windows)))
+
+    @property
+    def duo(self) -> Duo:
+        """Costs and rates of both halves."""
+        drafting = self.drafting
+        return Duo(
+            self.target.bytes.cost,
+            drafting.cost if drafting is not None else None,
+            rates(self.sheet, self.target.schemes),
+            rates(self.sheet, self.draft.schemes if self.draft is not None else {}),
+            max_batch=max(1, self.capacity(CONTEXT) or 1),
+        )
+
+    @property
+    def prompt_floor(self) -> float | None:
+        """Seconds that a prompt of `max_length` tokens takes at least (the head runs for its last row only)."""
+        at, cost, arch = rates(self.sheet, self.target.schemes), self.target.bytes.cost, self.target.arch
+        body = replace(cost, ops=cost.ops - 2 * arch.vocab_size * arch.hidden_size)
+        return None if at is None else prefill_seconds(body, at, self.max_length)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Stages of the job with their estimated seconds."""
+        return steps(self.recipe, [half.cost for half in self.halves])
+
+
+def resolve(recipe: Recipe) -> PlannedPair:
+    """Shapes, plans and bytes of both halves. Raises `RecipeError` or `SourceError` for what has no plan at all."""
+    _known_data(recipe)
+    sheet = read_device(recipe.device)
+    dtype = computed_with(recipe, sheet)
+    width: int = getattr(torch, dtype).itemsize
+    arch, stored = resolve_model(recipe.target, recipe.dtype)
+    target = plan_half(recipe.target.model, arch, recipe.target.quantization, width, stored)
+    draft, head, own_rows, rows = None, None, arch.vocab_size, head_rows(recipe)
+    if isinstance(recipe.draft, ModelDraft) and is_untrained(recipe.draft):
+        assert recipe.draft.training is not None
+        asked = recipe.draft.training.layers
+        require_layers(asked, arch)
+        own = arch.keep(range(asked) if isinstance(asked, int) else asked)
+        draft = plan_half(recipe.draft.model, own, recipe.draft.quantization, width, stored, rows)
+    elif isinstance(recipe.draft, ModelDraft):
+        own, own_stored = resolve_model(recipe.draft, recipe.dtype)
+        own_rows, padded = own.vocab_size, replace(own, vocab_size=arch.vocab_size)
+        draft = plan_half(recipe.draft.model, padded, recipe.draft.quantization, width, own_stored, rows)
+    elif isinstance(recipe.draft, SelfDraft):
+        own = _truncated(arch, recipe.draft.layers)
+        draft = plan_half(recipe.target.model, own, recipe.draft.quantization, width, stored, rows)
+    elif isinstance(recipe.draft, MlpDraft):
+        head = mlp_footprint(recipe.draft, arch, width)
+    pair = PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
+    _own_files(pair)
+    return pair
+
+
+def computed_with(recipe: Recipe, sheet: DeviceSheet) -> str:
+    """Name of the dtype that floats are computed in on a device."""
+    if recipe.dtype != "auto":
+        return recipe.dtype
+    return "float32" if sheet.capability is None else "bfloat16"
+
+
+def resolve_model(spec: ModelSpec, dtype: Dtype = "auto") -> tuple[ArchMap, int]:
+    """Shape of a model, and bytes of a float of it that is not quantized as `run` would store it; no weights."""
+    config = resolve_config(spec)
+    return arch_from_config(config), stored_width(dtype, config)
+
+
+def stored_width(dtype: Dtype, config: Mapping[str, Any]) -> int:
+    """Bytes of a float in the recipe's dtype, or with `auto` in that of the model's `config.json`."""
+    if dtype != "auto":
+        return int(getattr(torch, dtype).itemsize)
+    only_shape = "_source" in config and not (config.get("dtype") or config.get("torch_dtype"))
+    return STORED if only_shape else source_dtype(config).itemsize
+
+
+def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: int, head_rows: int = 0) -> PlannedHalf:
+    """One model under one plan. width, stored: bytes of a float as computed with, and as stored.
+
+    head_rows: ids that a draft's head is run for; 0: all.
+    """
+    plan, original = build_plan(spec), arch
+    arch = prepared_arch(arch, spec)
+    if spec.mixed is not None:
+        plan = assumed_plan(spec, plan, arch, stored)
+    schemes = resolve_plan(plan, arch)
+    if spec.engine == "llmcompressor":
+        oneshot.refuse(arch, spec, plan, [[0]])
+    plain = footprint(original, dict.fromkeys(schemes), None, width)
+    if head_rows:
+        require_limit(head_rows, arch.vocab_size, schemes["lm_head"])
+    found = footprint(arch, schemes, plan.kv, width, head_rows)
+    return PlannedHalf(model, arch, spec, plan, schemes, found, plain, original, stored)
+
+
+def head_rows(recipe: Recipe) -> int:
+    """Ids that a draft model's head is run for; 0: all, or no such draft."""
+    return recipe.draft.draft_vocab if isinstance(recipe.draft, ModelDraft | SelfDraft) else 0
+
+
+def is_untrained(draft: ModelDraft | MlpDraft) -> bool:
+    """Whether a draft is to be made by training, and has not been; it is planned by the sizes that it will have.
+
+    What ends as `train-draft` names its result is no Hub id without a revision, though `out/draft` looks like one.
+    """
+    if draft.training is None or draft.model.startswith("package:"):
+        return False
+    try:
+        where = _locate(draft)
+    except SourceError:
+        return True
+    return where.kind == "hub" and not draft.revision and draft.model.endswith(TRAINED[draft.kind])
+
+
+def require_trained(draft: Draft) -> None:
+    """A draft that needs files has them: raises `RecipeError` for one that is yet to be trained, else `SourceError`."""
+    if isinstance(draft, ModelDraft | MlpDraft):
+        if is_untrained(draft):
+            raise RecipeError(f"draft {draft.model}", "is not trained yet", "run `qspec train-draft` on the recipe")
+        _locate(draft)
+
+
+def _locate(draft: ModelDraft | MlpDraft) -> Location:
+    return locate(ModelSpec(model=draft.model, revision=draft.revision))
+
+
+def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:
+    if layers is not None and layers > arch.n_layers:
+        raise RecipeError(f"draft.layers {layers}", f"the target has {arch.n_layers} layers", "keep fewer, or omit it")
+    return arch.keep(range(layers or arch.n_layers))
+
+
+def _known_data(recipe: Recipe) -> None:
+    """Named data sets have an entry."""
+    for name in data_names(recipe):
+        if not name.endswith(SUFFIXES):
+            dataset(name)
+
+
+def _own_files(pair: PlannedPair) -> None:
+    """Files that the job reads are there; raises `SourceError`."""
+    for name in data_names(pair.recipe, pair.calibrates):
+        source = where_from(name)
+        if source.remote is None and not source.present:
+            rule = f"does not exist (looked at {source.path})"
+            raise SourceError(name, rule, "give the path of a .jsonl, .parquet or .txt file")

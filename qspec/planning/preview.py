@@ -1,0 +1,203 @@
+"""`qspec plan`: everything about a job that follows from the recipe and the shapes alone. No weights, no compute."""
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
+from qspec.numerics.roofline import bytes_moved, pass_seconds, ridge_rows
+from qspec.plan import KVPart, KVScheme, TensorScheme
+from qspec.planning import tune_space
+from qspec.planning.duration import basis
+from qspec.planning.forecast import ALPHAS, CONTEXT, gain
+from qspec.planning.planned import PlannedHalf, PlannedPair, resolve
+from qspec.planning.remarks import remarks
+from qspec.quantize.units import candidate_schemes
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import MlpDraft, Recipe
+from qspec.schemes.build import scheme_label
+from qspec.schemes.device_rules import raise_refused
+from qspec.schemes.exports import exports, transformers_snippet, vllm_command
+from qspec.schemes.footprint import Footprint
+
+
+def admit(recipe: Recipe) -> PlannedPair:
+    """The resolved pair, if the job may start; raises the first refusal otherwise. Called before any compute."""
+    pair = resolve(recipe)
+    raise_refused(remarks(pair))
+    return pair
+
+
+def preview(recipe: Recipe) -> dict[str, Any]:
+    """All that `qspec plan` shows, as plain data."""
+    pair = resolve(recipe)
+    return {
+        "name": recipe.name,
+        "description": recipe.description,
+        "device": {**pair.sheet.model_dump(), "compute_dtype": pair.dtype},
+        "target": _half_view(pair.target),
+        "draft": _draft_view(pair),
+        "memory": _memory(pair),
+        "speed": _speed(pair),
+        "time": _time(pair),
+        "exports": [served.model_dump() for served in exports(recipe, pair.sheet, pair.target.arch)],
+        "commands": {
+            "vllm": vllm_command(recipe, float32=pair.target.stored == torch.float32.itemsize),
+            "transformers": transformers_snippet(recipe, pair.sheet.capability),
+        },
+        "findings": [asdict(finding) for finding in remarks(pair)],
+        "tune": None if recipe.tune is None else tune_space.as_data(tune_space.space_of(recipe)),
+        "recipe": recipe.as_dict(),
+    }
+
+
+def _half_view(half: PlannedHalf) -> dict[str, Any]:
+    return {
+        "model": half.model,
+        "model_type": half.arch.model_type,
+        "decoder_layers": half.arch.n_layers,
+        "parameters": half.bytes.parameters,
+        "engine": half.spec.engine,
+        "method": half.spec.method,
+        "linears": [_group_view(half, label, group.layers) for label, group in half.bytes.groups.items()],
+        "mixed": _mixed_view(half.spec),
+        "kv": _kv_text(half.plan.kv),
+        "calibrated_for": half.reasons,
+    }
+
+
+def _mixed_view(spec: QuantSpec) -> dict[str, Any] | None:
+    """What mixed precision will solve; None where the recipe says every layer's scheme."""
+    if spec.mixed is None:
+        return None
+    return {**spec.mixed.model_dump(mode="json"), "labels": list(map(scheme_label, candidate_schemes(spec).values()))}
+
+
+def _draft_view(pair: PlannedPair) -> dict[str, Any]:
+    kind = {"kind": pair.recipe.draft.kind}
+    if pair.draft is not None:
+        return kind | _half_view(pair.draft)
+    if isinstance(pair.recipe.draft, MlpDraft) and pair.head is not None:
+        return kind | {"model": pair.recipe.draft.model, "parameters": pair.head.parameters}
+    return kind
+
+
+def _group_view(half: PlannedHalf, label: str, layers: tuple[str, ...]) -> dict[str, Any]:
+    scheme = half.schemes[layers[0]]
+    return {
+        "layers": len(layers),
+        "scheme": label,
+        "bits": half.bytes.groups[label].bits,
+        "weights": _tensor_text(scheme.weight) if scheme else None,
+        "activations": _tensor_text(scheme.activation) if scheme and scheme.activation else None,
+        "parts": dict(Counter(layer.rpartition(".")[2] for layer in layers)),
+    }
+
+
+def _tensor_text(scheme: TensorScheme) -> str:
+    return f"{scheme.fmt.name} {_granularity_text(scheme.granularity)}{', at run time' if scheme.dynamic else ''}"
+
+
+def _granularity_text(granularity: Granularity) -> str:
+    match granularity:
+        case PerTensor():
+            return "per tensor"
+        case PerChannel():
+            return "per output channel"
+        case PerGroup(size):
+            return f"per {size} elements"
+        case PerBlock(rows, columns):
+            return f"per {rows}x{columns} tile"
+        case _:
+            return "per token"
+
+
+def _kv_text(kv: KVScheme | None) -> str:
+    if kv is None:
+        return "not quantized"
+    key, value = (_kv_part_text(part, kv.scales) for part in kv.parts)
+    more = {
+        f"newest {kv.residual} tokens in float": kv.residual,
+        f"queries rounded, a scale per {'layer' if kv.query == 'tensor' else 'head'}": kv.query,
+        "layers of large measured error in float": kv.skip_layers == "auto",
+        f"layers {', '.join(map(str, kv.skip_layers))} in float": kv.skip_layers and kv.skip_layers != "auto",
+    }
+    text = key if key == value else f"keys {key}; values {value}"
+    return "; ".join([text, *(said for said, asked in more.items() if asked)])
+
+
+def _kv_part_text(part: KVPart, scales: str) -> str:
+    own = [" piecewise"] * part.piecewise + [f" with {part.outliers:g}% outliers"] * bool(part.outliers)
+    name = part.fmt.name + "".join(own)
+    if part.granularity == "token_head":
+        return f"{name}, a scale per token and head, at run time"
+    if part.granularity == "channel":
+        return f"{name}, a scale per channel and {part.group} tokens, at run time"
+    measured, cast = "measured on calibration text", "1.0 (cast)"
+    origin = {"calibrated": measured, "cast": cast, "auto": f"{measured} or {cast} by measured KL"}[scales]
+    return f"{name}, a scale per {'layer' if part.granularity == 'tensor' else 'head'}, {origin}"
+
+
+def _memory(pair: PlannedPair) -> dict[str, Any]:
+    halves = {"target": pair.target.bytes, "draft": pair.drafting}
+    views = {name: _bytes_view(half, pair.max_length) for name, half in halves.items() if half is not None}
+    total = sum(view["weights"] + view["kv_at_max_length"] for view in views.values())
+    return {
+        **views,
+        "max_length": pair.max_length,
+        "total": total,
+        "limit": pair.limit,
+        "unquantized_target": pair.target.plain.resident,
+        "sequences_at_max_length": pair.capacity(pair.max_length),
+        "run_peak": pair.target.plain.resident + sum(half.resident for half in halves.values() if half is not None),
+    }
+
+
+def _bytes_view(half: Footprint, max_length: int) -> dict[str, Any]:
+    return {
+        "linears": {label: group.bytes for label, group in half.groups.items()},
+        "embeddings": half.embedding_bytes,
+        "norms_and_biases": half.other_bytes,
+        "weights": half.resident,
+        "read_per_step": half.cost.weight_bytes,
+        "kv_per_token": half.kv_bytes_per_token,
+        "kv_at_max_length": half.kv_bytes_per_token * max_length,
+    }
+
+
+def _speed(pair: PlannedPair) -> dict[str, Any]:
+    duo = pair.duo
+    at = duo.target_rates
+    return {
+        "basis": _speed_basis(pair),
+        "cost_ratio_c": duo.cost_ratio(),
+        "quantization_alone": _quantization_gain(pair),
+        "speculation": [asdict(gain(duo, *pair.gammas, alpha)) for alpha in ALPHAS],
+        "target_step_ms": at and 1e3 * pass_seconds(duo.target, at, 1, CONTEXT, 1),
+        "largest_batch": duo.max_batch,
+        "free_rows": at and int(ridge_rows(duo.target, at)),
+        "prompt_floor_s": pair.prompt_floor,
+    }
+
+
+def _speed_basis(pair: PlannedPair) -> str:
+    if pair.duo.target_rates is None:
+        return "c is a ratio of bytes read per step, verification taken as free: an upper bound; `run` measures both"
+    return f"floors from bytes and operations on the data sheet, context {CONTEXT}, no launch overhead: an upper bound"
+
+
+def _quantization_gain(pair: PlannedPair) -> float:
+    """Plain decoding at batch 1: time of the original target over that of the quantized one, from bytes."""
+    before, after = (bytes_moved(half.cost, 1, CONTEXT) for half in (pair.target.plain, pair.target.bytes))
+    return before / after
+
+
+def _time(pair: PlannedPair) -> dict[str, Any]:
+    found = pair.steps
+    return {
+        "basis": basis(pair.recipe),
+        "stages": [asdict(step) for step in found],
+        "minutes": sum(step.seconds for step in found) / 60,
+    }

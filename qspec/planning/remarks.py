@@ -1,0 +1,134 @@
+"""What a person should know about a planned pair before it is made: refusals, warnings, notes."""
+
+from collections.abc import Iterator
+
+from qspec.bridges.text import data_names, where_from
+from qspec.planning.forecast import ALPHAS, gain
+from qspec.planning.idle import idle_findings
+from qspec.planning.planned import MOST_PADDING, PlannedHalf, PlannedPair
+from qspec.schema.recipe import ModelDraft
+from qspec.schemes.device_rules import (
+    Finding,
+    device_findings,
+    format_findings,
+    outlier_findings,
+    pair_findings,
+    rotation_findings,
+)
+
+KV_OVERHEAD = 0.022
+"""Of a decode step: 6.44 to 6.58 ms at no context, FP8 KV on an H100 with an 8B model (vLLM, 2026-04-22)."""
+
+
+def remarks(pair: PlannedPair) -> Iterator[Finding]:
+    """Every remark: device, pair, sizes, speed, budgets."""
+    yield from device_findings(pair.sheet, pair.target.possible, pair.target.plan.kv, pair.dtype, pair.target.arch)
+    if pair.draft is not None:
+        yield from device_findings(pair.sheet, pair.draft.possible, pair.draft.plan.kv, pair.dtype, pair.draft.arch)
+        yield from draft_findings(pair, pair.draft)
+    yield from rotation_findings(pair.sheet, pair.recipe)
+    yield from outlier_findings(pair.sheet, pair.recipe)
+    yield from format_findings(pair.sheet, pair.recipe)
+    yield from pair_findings(pair.sheet, pair.recipe)
+    if pair.sheet.capability is not None:
+        rule = "`run` makes the pair on the CPU, and runs and times it on a GPU only where this machine has one"
+        yield Finding("note", f"device {pair.sheet.name}", rule, "run it there, or measure with the serving engine")
+    yield from _data_findings(pair)
+    yield from idle_findings(pair)
+    yield from _memory_findings(pair)
+    yield from _kv_pays(pair)
+    yield from _budget_findings(pair)
+    yield from speed_findings(pair)
+
+
+def draft_findings(pair: PlannedPair, draft: PlannedHalf) -> Iterator[Finding]:
+    """The draft beside its target: size, padding, positions, head."""
+    target = pair.target
+    if isinstance(pair.recipe.draft, ModelDraft):
+        ratio = target.bytes.parameters / draft.bytes.parameters
+        if ratio < 10:
+            rule = f"is {ratio:.1f} times smaller than the target; from 10 times on drafting is cheap"
+            fix = f"a step costs c = {pair.duo.cost_ratio():.2f} of the target's; see the predicted speedup"
+            yield Finding("warning", draft.model, rule, fix)
+    if pair.own_rows != target.arch.vocab_size:
+        value = f"heads of {target.arch.vocab_size:,} and {pair.own_rows:,} rows"
+        if abs(pair.own_rows - target.arch.vocab_size) > MOST_PADDING:
+            rule, fix = "look like two tokenizers, and `run` refuses those", "use a draft of the target's family"
+            yield Finding("warning", value, rule, fix)
+        else:
+            yield Finding("note", value, "differ in padding", "the draft gets the target's rows")
+    if draft.arch.max_positions < pair.max_length:
+        rule = f"the draft knows {draft.arch.max_positions:,} positions, the pair {pair.max_length:,}"
+        yield Finding("note", "long contexts", rule, "beyond the draft's positions decoding is plain")
+    if draft.bytes.head_share > 0.2 and not draft.arch.tied and draft.schemes.get("lm_head") is None:
+        rule = f"is {draft.bytes.head_share:.0%} of the bytes a draft step reads, and cannot change the output"
+        yield Finding("note", "draft lm_head", rule, "quantize it too with draft.quantization.ignore: []")
+
+
+def _data_findings(pair: PlannedPair) -> Iterator[Finding]:
+    """Named text that the job reads and that is not on this machine. Nothing is fetched, and no row is read."""
+    for name in data_names(pair.recipe, pair.calibrates):
+        source = where_from(name)
+        if source.present:
+            continue
+        looked = f"is not at {source.path}"
+        fix = "set QSPEC_DATA to the folder that holds it, or name a file of your own"
+        if source.offline:
+            rule = f"{looked}, and {source.offline} forbids to fetch it from {source.remote}"
+            yield Finding("warning", f"data set {name}", rule, f"{fix}, or unset {source.offline}")
+        else:
+            yield Finding("note", f"data set {name}", f"{looked}; `run` fetches it from {source.remote}", fix)
+
+
+def _memory_findings(pair: PlannedPair) -> Iterator[Finding]:
+    if pair.max_length > pair.target.arch.max_positions:
+        rule = f"{pair.target.model} knows {pair.target.arch.max_positions:,} positions"
+        yield Finding("refused", f"speculation.max_length {pair.max_length:,}", rule, "lower it")
+    weights, kv = pair.weights_and_kv
+    weights += pair.windows
+    limit, need = pair.limit, weights + kv * pair.max_length
+    if limit is None or need <= limit:
+        return
+    fits = int((limit - weights) // kv) if kv else 0
+    fix = f"set speculation.max_length: {fits}" if fits >= 16 else "quantize further, or take a larger device"
+    rule = f"above the {limit / 1e9:.1f} GB that {pair.sheet.name} and the budget allow"
+    yield Finding("refused", f"{need / 1e9:.1f} GB for weights and {pair.max_length:,} tokens of KV", rule, fix)
+
+
+def _kv_pays(pair: PlannedPair) -> Iterator[Finding]:
+    """From which context on a quantized KV cache saves more than its rounding costs."""
+    saved = pair.target.plain.cost.kv_bytes - pair.target.bytes.cost.kv_bytes
+    if pair.target.plan.kv is None or pair.sheet.capability is None or saved <= 0:
+        return
+    context = KV_OVERHEAD * pair.target.bytes.cost.weight_bytes / saved
+    rule = f"is expected to pay from about {context:,.0f} tokens of context on, by {saved / 1024:.1f} KiB each"
+    fix = f"assumes {KV_OVERHEAD:.0%} of a step for rounding, as seen on one H100; below that leave kv: null"
+    yield Finding("note", f"KV {pair.target.plan.kv.label}", rule, fix)
+
+
+def _budget_findings(pair: PlannedPair) -> Iterator[Finding]:
+    minutes, budget = sum(step.seconds for step in pair.steps) / 60, pair.recipe.budget
+    if budget.minutes is not None and minutes > budget.minutes:
+        fix = "raise it, or lower evaluation.tasks, benchmark or calibration"
+        yield Finding("refused", f"budget.minutes {budget.minutes:g}", f"the estimate is {minutes:.0f}", fix)
+    floor = pair.prompt_floor
+    if budget.ttft_s is None or floor is None:
+        return
+    value = f"a prompt of {pair.max_length:,} tokens"
+    if floor > budget.ttft_s:
+        rule = f"takes at least {floor:.2f} s, above budget.ttft_s {budget.ttft_s:g}"
+        yield Finding("warning", value, rule, "shorten speculation.max_length, or take a faster device")
+    else:
+        rule = f"takes at least {floor:.2f} s, so at most {int(budget.ttft_s / floor)} at once keep {budget.ttft_s:g} s"
+        yield Finding("note", value, rule, "bound the batch of prompts by that")
+
+
+def speed_findings(pair: PlannedPair) -> Iterator[Finding]:
+    """A draft that is not expected to pay."""
+    duo = pair.duo
+    best = gain(duo, *pair.gammas, ALPHAS[-1])
+    if best.best_speedup < 1.05:
+        value = f"drafting with kind: {pair.recipe.draft.kind}"
+        rule = f"predicts {best.speedup:.2f}x at an assumed acceptance of {best.alpha} and c = {duo.cost_ratio():.2f}"
+        fix = "use a smaller or lower-precision draft, or kind: ngram, which drafts for free"
+        yield Finding("warning", value, rule, fix)

@@ -1,0 +1,1 @@
+"""From a float model to codes."""

@@ -1,0 +1,115 @@
+"""Decide what the runtime merges: layers that read the same input, and norms whose gain is the identity."""
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+import shutil
+
+import torch
+
+from qspec.bridges import compressed, oneshot
+from qspec.bridges.text import calibration_rows
+from qspec.models.load import stored_dtype
+from qspec.models.vocab import real_vocab
+from qspec.nn.eager.linear import merge_obstacle
+from qspec.progress import Progress
+from qspec.provenance import (
+    atomic_write,
+    digest_of,
+    staged_dir,
+)
+from qspec.quantize.allocate import allocate_plan
+from qspec.quantize.calibrate import random_rows
+from qspec.quantize.kv_choice import choose_kv
+from qspec.quantize.pieces import Store
+from qspec.quantize.rotate import prepare
+from qspec.quantize.sensitivity import kept_scores
+from qspec.quantize.stream import Job, stream
+from qspec.records import FusionPlan, LoadedModel, QuantizedModel, Tokenizer
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import (
+    CalibrationSpec,
+    FusionSpec,
+    Recipe,
+)
+from qspec.schemes.build import build_plan
+
+
+def fuse(quant: QuantizedModel) -> QuantizedModel:
+    """The same model with its `FusionPlan`. Tensors keep their names: merging is an act of the runtime.
+
+    A group that cannot be merged (`nn.linear.merge_obstacle`) gets a note. Groups wholly in float are merged too.
+    """
+    groups = quant.arch.fused_groups()
+    reasons = {group: merge_obstacle([quant.linears.get(name) for name in group]) for group in groups}
+    notes = [f"{', '.join(group)} stay separate: {reason}." for group, reason in reasons.items() if reason]
+    plan = FusionPlan(tuple(group for group, reason in reasons.items() if not reason), tuple(_identity_norms(quant)))
+    return replace(quant, fusion=plan, notes=(*quant.notes, *notes))
+
+
+def _identity_norms(quant: QuantizedModel) -> list[str]:
+    """Norms that multiply by one, because their gain went into the next layer: a runtime may skip the product."""
+    norms = ("input_layernorm", quant.arch.mlp_norm)
+    blocks = [f"{layer}.{norm}.weight" for layer in quant.arch.layers for norm in norms]
+    names = [*blocks, "model.norm.weight"] if quant.arch.has_head else blocks
+    return [name for name in names if bool((quant.tensors[name].float() + quant.arch.norm_offset == 1).all())]
+
+
+class Calibration:
+    """Calibration text of a run: token rows, read once and only if something calibrates."""
+
+    def __init__(self, spec: CalibrationSpec, tokenizer: Tokenizer, seed: int, progress: Progress) -> None:
+        self.spec, self.seed, self._tokenizer, self.progress = spec, seed, tokenizer, progress
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        return calibration_rows(self.spec, self._tokenizer, self.seed)
+
+
+def quantize_model(
+    model: LoadedModel, spec: QuantSpec, fusion: FusionSpec, text: Calibration, work: Path, dtype: torch.dtype
+) -> QuantizedModel:
+    """One model under one plan: rotate, decide what needs the whole model, then piece by piece; fuse.
+
+    `work` keeps the finished layers, for a run that is killed; `dtype` is of what is not quantized.
+    """
+    plan = build_plan(spec)
+    if spec.engine == "llmcompressor":
+        return fuse(oneshot.quantize(model, spec, plan, text.rows, work))
+    model, notes = prepare(model, spec, text.seed)
+    if spec.mixed is not None:
+        scores = kept_scores(
+            work / "sensitivity.json", model, text.rows, spec, dtype.itemsize, text.seed, text.progress
+        )
+        plan, said = allocate_plan(scores, spec, plan, model.arch)
+        notes += said
+    if plan.kv is not None and plan.kv.open:
+        plan, chosen = choose_kv(model, plan, text.rows, progress=text.progress)
+        notes += chosen
+    job = Job(spec, fusion, plan, dtype, tuple(notes))
+    store = Store(work / "pieces", job.key(model, text.spec, text.seed))
+
+    def rows() -> list[list[int]]:
+        drawn = random_rows(real_vocab(model.tokenizer), spec.random_rows, text.spec.length, text.seed)
+        return [*text.rows, *drawn]
+
+    return fuse(stream(model, job, rows, store, text.progress))
+
+
+def quantized_half(
+    recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path
+) -> QuantizedModel:
+    """A half in `folder`: that of an earlier run, if it was made of the same model with the same settings."""
+    dtype, note = stored_dtype(recipe, model), folder.with_name(f"{folder.name}.settings")
+    told = [part.model_dump(mode="json") for part in (spec, recipe.fusion, recipe.calibration)]
+    settings = digest_of([told, recipe.seed, str(dtype), model.arch.n_layers, dict(model.source)])
+    if folder.exists() and note.exists() and note.read_text(encoding="utf-8") == settings:
+        return compressed.read(folder)
+    text.progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
+    work = folder.with_name(f"{folder.name}.work")
+    quantized = quantize_model(model, spec, recipe.fusion, text, work, dtype)
+    with staged_dir(folder) as part:
+        compressed.write(quantized, part, dtype)
+    atomic_write(note, settings)
+    shutil.rmtree(work)
+    return compressed.read(folder)

@@ -1,0 +1,75 @@
+"""Numbers as people read them: digits, units, intervals."""
+
+import math
+
+Interval = tuple[float, float] | None
+
+
+class Numeral(str):
+    """The text of a number, which remembers the number: what tables sort by, and what files of data hold."""
+
+    value: float
+
+    def __new__(cls, text: str, value: float) -> "Numeral":
+        made = super().__new__(cls, text)
+        made.value = value
+        return made
+
+
+class Range(str):
+    """The text of an interval, which remembers its ends."""
+
+    ends: tuple[float, float]
+
+    def __new__(cls, text: str, ends: tuple[float, float]) -> "Range":
+        made = super().__new__(cls, text)
+        made.ends = ends
+        return made
+
+
+def number(value: float, digits: int = 3) -> Numeral:
+    """`digits` significant digits without an exponent where that is readable: 1.42, 0.00034, 12,345, –, ∞."""
+    return Numeral(_digits(value, digits), value)
+
+
+def _digits(value: float, digits: int) -> str:
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e9 or abs(value) < 1e-6:
+        return f"{value:.{digits - 1}e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
+
+
+def percent(share: float, digits: int = 1) -> Numeral:
+    return Numeral("–" if math.isnan(share) else f"{100 * share:.{digits}f} %", share)
+
+
+def times(ratio: float) -> Numeral:
+    return Numeral(f"{number(ratio)}×", ratio)
+
+
+def count(items: int) -> Numeral:
+    return Numeral(f"{items:,}", items)
+
+
+def interval(ci: Interval, digits: int = 3) -> str:
+    """`1.30 to 1.55`, or nothing."""
+    return "" if ci is None else Range(f"{number(ci[0], digits)} to {number(ci[1], digits)}", ci)
+
+
+def percents(ci: Interval, digits: int = 1) -> str:
+    """`97.1 % to 99.8 %`, or nothing."""
+    return "" if ci is None else Range(f"{percent(ci[0], digits)} to {percent(ci[1], digits)}", ci)
+
+
+def size(amount: float) -> Numeral:
+    """Bytes in decimal units."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if amount >= scale:
+            return Numeral(f"{number(amount / scale)} {unit}", amount)
+    return Numeral(f"{number(amount)} B", amount)

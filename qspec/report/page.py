@@ -1,0 +1,93 @@
+"""The report: verdict first, then the numbers behind it. Pure from `Results` to text; one page for all readers."""
+
+from pathlib import Path
+
+from qspec.provenance import atomic_write
+from qspec.readable import percent
+from qspec.report.accuracy import accuracy_blocks
+from qspec.report.document import Block, Details, Document, Heading, Table
+from qspec.report.drafts import acceptance_blocks, prediction_blocks
+from qspec.report.headline import lead, tiles
+from qspec.report.needles import lost_contexts, needle_blocks, needle_finding
+from qspec.report.render import data as report_data, html as report_html, markdown as report_markdown
+from qspec.report.speed import speed_blocks, time_blocks
+from qspec.report.study import study_blocks
+from qspec.report.verdict import findings, negatives
+from qspec.schema.results import Results
+from qspec.schema.speed_rows import SpeedRows
+from qspec.schema.text import dump_yaml
+
+
+def report(results: Results, folder: Path) -> Path:
+    """Write `results.json` and the report in all its forms into `folder`; returns the page's path."""
+    atomic_write(folder / "results.json", results.dump())
+    return write(document(results), folder)
+
+
+def write(page: Document, folder: Path) -> Path:
+    """Write `report.html`, `.md`, `.csv` and `.json` into `folder`; returns the page's path."""
+    atomic_write(folder / "report.md", report_markdown.render(page))
+    atomic_write(folder / "report.csv", report_data.as_csv(page))
+    atomic_write(folder / "report.json", report_data.as_json(page))
+    atomic_write(folder / "report.html", report_html.render(page))
+    return folder / "report.html"
+
+
+def document(results: Results, study: SpeedRows | None = None) -> Document:
+    """The report of `results` as blocks; study: of speed by lengths and batch."""
+    device, cpu = str(results.recipe.get("device", "")), results.environment.get("cpu", "")
+    about = [str(results.recipe.get("description", "")), f"{device}: {cpu}" if device == "cpu" and cpu else device]
+    needles = results.accuracy.needles
+    blocks: list[Block] = [Heading("Verdict"), *findings(results)]
+    if needles is not None:
+        blocks.append(needle_finding(needles))
+    if (glance := tiles(results)).tiles:
+        blocks.append(glance)
+    if against := [*negatives(results), *(lost_contexts(needles) if needles else [])]:
+        blocks += [Heading("What did not pay"), *against]
+    blocks += accuracy_blocks(results.accuracy)
+    if needles is not None:
+        blocks += needle_blocks(needles)
+    if results.speed is not None:
+        parts = (speed_blocks, acceptance_blocks, prediction_blocks, time_blocks)
+        blocks += [block for part in parts for block in part(results.speed)]
+    if study is not None:
+        blocks += study_blocks(results, study)
+    blocks += [*_limits(results, study), *_notes(results), *_provenance(results)]
+    subtitle = " · ".join(part for part in about if part)
+    return Document(f"{results.name}: quantized speculative pair", subtitle, tuple(blocks), lead(results))
+
+
+def _notes(results: Results) -> list[Block]:
+    if not any(results.notes.values()):
+        return []
+    notes = [Details(f"{model} ({len(lines)} notes)", lines) for model, lines in results.notes.items() if lines]
+    return [Heading("Quantization notes"), *notes]
+
+
+def _limits(results: Results, study: SpeedRows | None) -> list[Block]:
+    """What these numbers do not show."""
+    lines = [*results.limits, *results.accuracy.skipped]
+    for task in results.accuracy.tasks:
+        name, available = f"{task.task} ({task.backend})", task.original.condition.get("rows_available")
+        if isinstance(available, int) and available > task.original.n:
+            lines.append(f"{name}: {task.original.n} of {available} items were asked.")
+        if max(task.original_cut, task.quantized_cut) > 0:
+            shares = f"{percent(task.original_cut)} / {percent(task.quantized_cut)}"
+            limit = task.original.condition.get("max_gen_toks")
+            lines.append(f"{name}: answers cut at {limit} tokens: {shares} (original / quantized).")
+        if task.prompts_cut:
+            lines.append(f"{name}: {task.prompts_cut} prompts lost their beginning (context).")
+    if results.speed is not None and not results.speed.batches and study is None:
+        lines.append("Speed was measured with one request at a time; batches behave differently.")
+    if not lines:
+        return []
+    return [Heading("Limits"), Details("What these numbers do not show", tuple(lines), folded=False)]
+
+
+def _provenance(results: Results) -> list[Block]:
+    environment = tuple(sorted(results.environment.items()))
+    blocks: list[Block] = [Heading("Provenance"), Table("Environment", ("", "value"), environment)]
+    if results.digests:
+        blocks.append(Table("sha256", ("", "digest"), tuple(sorted(results.digests.items()))))
+    return [*blocks, Details("Recipe", tuple(dump_yaml(results.recipe).splitlines()), code=True)]

@@ -1,0 +1,1 @@
+"""Documents as HTML, Markdown, text, CSV and pictures."""

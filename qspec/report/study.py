@@ -1,0 +1,203 @@
+"""A speed study, alone or in its pair's report: speedups, latencies beside their ceiling, largest batches."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qspec.readable import count, interval, number, percent, times
+from qspec.report.document import Block, Document, Finding, Heading, Paragraph, Plot, Point, Series, Table, compact
+from qspec.schema.results import Results
+from qspec.schema.speed_rows import SpeedRows
+
+Row = Mapping[str, Any]
+SYNTHETIC = (
+    "Synthetic arms have no draft: the target's own tokens, right with a chosen chance, for free. They bound what a "
+    "draft could bring, and say nothing of one that could be had."
+)
+LATENCIES = (
+    ("ttft_s", "TTFT, s", "Time to the first token"),
+    ("tpot_ms", "ms per token", "Time per further token"),
+)
+PLACE = ("engine", "cpu", "threads", "torch threads", "qspec")
+
+
+def document(environment: Mapping[str, str], rows: Sequence[Row]) -> Document:
+    """Of the rows of `scripts/bench_speed`: timed ones, and the largest batches."""
+    timed, limits = _split(rows)
+    blocks: list[Block] = [*_findings(timed), *_note(timed)]
+    models = _by_model(timed)
+    for model, own in models.items():
+        blocks += [Heading(f"Speedup of {model}"), *_plots(own), *_ratios(own)]
+        blocks += [Heading(f"Latency of {model}"), *_latency_plots(own), _latencies(own)]
+    if limits:
+        blocks += [Heading("Largest batch under the limit of the first token"), _largest(limits)]
+    blocks += [Heading("Provenance"), Table("Environment", ("", "value"), tuple(sorted(environment.items())))]
+    return Document("Speed by lengths and batch", " · ".join(models), tuple(blocks), _lead(timed))
+
+
+def study_blocks(results: Results, study: SpeedRows, pair: str = "") -> list[Block]:
+    """A study as a part of its pair's report. pair: its name, where there are several."""
+    timed, limits = _split([row.model_dump() for row in study.rows])
+    place = ", ".join(f"{name} {study.environment[name]}" for name in PLACE if name in study.environment)
+    blocks: list[Block] = [Heading(f"Speed by lengths and batch: {pair}" if pair else "Speed by lengths and batch")]
+    blocks += [Paragraph(f"{_lead(timed)} Measured with: {place}."), *_stranger(results, timed), *_note(timed)]
+    models = _by_model(timed)
+    for model, own in models.items():
+        blocks += [Paragraph(f"Model {model}:")] if len(models) > 1 else []
+        blocks += [*_findings(own), *_plots(own), *_ratios(own), *_latency_plots(own), _latencies(own)]
+    return [*blocks, _largest(limits)] if limits else blocks
+
+
+def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Timed rows, whose arms are named for what they are, and those of the largest batches."""
+    synthetic = {(r["model"], r["arm"]) for r in rows if r.get("synthetic") is not None}
+    named = [
+        {**row, "arm": f"{row['arm']} (no draft)"} if (row["model"], row["arm"]) in synthetic else row for row in rows
+    ]
+    return [row for row in named if "tokens_s" in row], [row for row in named if "largest_batch" in row]
+
+
+def _by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    return {model: [r for r in rows if r["model"] == model] for model in dict.fromkeys(row["model"] for row in rows)}
+
+
+def _note(rows: Sequence[Row]) -> list[Block]:
+    return [Paragraph(SYNTHETIC)] if any(row.get("synthetic") is not None for row in rows) else []
+
+
+def _stranger(results: Results, rows: Sequence[Row]) -> list[Finding]:
+    """A study of another model than the pair's target."""
+    own = str(results.recipe.get("target", {}).get("model", ""))
+    others = dict.fromkeys(row["target"] for row in rows if row.get("target") not in (None, own))
+    return [Finding("open", f"this study is of {other}, the pair of {own}", "caution") for other in others]
+
+
+def shown(told: Sequence[float] | None) -> tuple[float, tuple[float, float] | None]:
+    """A ratio with its interval, or a median with its quartiles, as rows hold them."""
+    value, *ci = told or (float("nan"),)
+    return value, (ci[0], ci[1]) if ci else None
+
+
+def _lead(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    arms = dict.fromkeys(row["arm"] for row in rows)
+    return f"{len(arms)} ways to serve, {len(rows)} cells; speedups over {next(iter(arms))!r} in the same repeats."
+
+
+def _findings(rows: Sequence[Row]) -> list[Finding]:
+    """The fastest arm of every shape and batch that could be served, and whether it is shown to be faster."""
+    found: list[Finding] = []
+    for key in dict.fromkeys((row["model"], row["shape"], row["batch"]) for row in rows):
+        own = [r for r in rows if (r["model"], r["shape"], r["batch"]) == key and r.get("synthetic") is None]
+        own = [row for row in own if row["speedup"]]
+        if len(own) < 2:
+            continue
+        best = max(own, key=lambda row: shown(row["speedup"])[0])
+        value, ci = shown(best["speedup"])
+        said = f"{key[1]}, {key[2]} at once: {best['arm']}, {times(value)} ({interval(ci) or 'no interval'})"
+        found.append(Finding("good" if ci is not None and ci[0] > 1 else "open", said, "fastest"))
+    return found
+
+
+def _plots(rows: Sequence[Row]) -> list[Block]:
+    """Speedup by batch, a plot for each pair of lengths, a line for each arm but the first."""
+    arms = list(dict.fromkeys(row["arm"] for row in rows))[1:]
+    plots: list[Block] = []
+    for shape in dict.fromkeys(row["shape"] for row in rows) if arms else ():
+        caption = f"Tokens per second over the first arm, {shape} tokens, by requests at once (line: 95 % CI)"
+        lines = _lines([r for r in rows if r["shape"] == shape], arms, "speedup")
+        plots.append(Plot(caption, "requests at once", "speedup", lines, guide="one", log_x=True))
+    return plots
+
+
+def _latency_plots(rows: Sequence[Row]) -> list[Block]:
+    """Time to the first token and per token by batch, for each pair of lengths, of arms that could be served."""
+    arms = list(dict.fromkeys(row["arm"] for row in rows if row.get("synthetic") is None))
+    plots: list[Block] = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        own = [row for row in rows if row["shape"] == shape]
+        for name, axis, said in LATENCIES:
+            caption = f"{said}, {shape} tokens, by requests at once (line: quartiles)"
+            lines = _lines(own, arms, name)
+            plots.append(Plot(caption, "requests at once", axis, lines, log_x=True, line="quartiles"))
+    return plots
+
+
+def _lines(rows: Sequence[Row], arms: Sequence[str], name: str) -> tuple[Series, ...]:
+    """What rows hold under a name, with its interval or quartiles: a line for each arm, by batch."""
+    found: list[Series] = []
+    for arm in arms:
+        told = [(row["batch"], *shown(row[name])) for row in rows if row["arm"] == arm]
+        found.append(Series(arm, tuple(Point("", batch, y, y_interval=ci) for batch, y, ci in told), joined=True))
+    return tuple(found)
+
+
+def _ratios(rows: Sequence[Row]) -> list[Table]:
+    """Every ratio; none where only one arm was timed."""
+    if len({row["arm"] for row in rows}) < 2:
+        return []
+    columns = ("arm", "lengths", "at once", "speedup", "95 % CI", "per token", "95 % CI, per token", "repeats")
+    caption = "Tokens per second from the first request to the last token, and time per token after the first, over "
+    return [compact(caption + "the first arm", columns, tuple(_ratio(row) for row in rows))]
+
+
+def _ratio(row: Row) -> tuple[str, ...]:
+    (whole, ci), (later, later_ci) = shown(row["speedup"]), shown(row["tpot_speedup"])
+    head = (row["arm"], row["shape"], count(row["batch"]))
+    return (*head, times(whole), interval(ci), times(later), interval(later_ci), count(row["repeats"]))
+
+
+def _latencies(rows: Sequence[Row]) -> Table:
+    columns = (
+        "arm",
+        "lengths",
+        "at once",
+        "TTFT, s",
+        "worst TTFT, s",
+        "ms per token",
+        "quartiles",
+        "ceiling, ms",
+        "of ceiling",
+        "tokens/s",
+        "tokens per step",
+        "weights, MB",
+        "draft, MB",
+        "peak memory, MB",
+    )
+    caption = "Medians over repeats. Ceiling: bytes read per token over the bandwidth. Peak memory: weights, draft, "
+    return compact(caption + "and what the process grew by at most", columns, _cells(rows))
+
+
+def _cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], ...]:
+    def optional(row: Row, name: str) -> str:
+        return "" if row.get(name) is None else number(row[name])
+
+    return tuple(
+        (
+            row["arm"],
+            row["shape"],
+            count(row["batch"]),
+            number(row["ttft_s"][0]),
+            number(row["ttft_worst_s"]),
+            number(row["tpot_ms"][0]),
+            interval((row["tpot_ms"][1], row["tpot_ms"][2])),
+            optional(row, "ceiling_tpot_ms"),
+            "" if row.get("of_ceiling") is None else percent(row["of_ceiling"], 0),
+            number(row["tokens_s"][0]),
+            optional(row, "tokens_per_step"),
+            optional(row, "weights_mb"),
+            optional(row, "draft_mb"),
+            number(row["weights_mb"] + row["draft_mb"] + row["grown_mb"]) if row.get("engine") == "qspec" else "",
+        )
+        for row in rows
+    )
+
+
+def _largest(rows: Sequence[Row]) -> Table:
+    shapes = tuple(dict.fromkeys(row["shape"] for row in rows))
+    arms = dict.fromkeys((row["model"], row["arm"]) for row in rows)
+    found = {(row["model"], row["arm"], row["shape"]): count(row["largest_batch"]) for row in rows}
+    cells = tuple((arm, *(found.get((model, arm, shape), "") for shape in shapes)) for model, arm in arms)
+    limit = rows[0]["ttft_limit_s"]
+    caption = f"Largest batch of those that were tried, with a worst first token within {limit:g} s (0: none)"
+    return Table(caption, ("", *shapes), cells)

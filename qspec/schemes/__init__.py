@@ -1,0 +1,1 @@
+"""What number formats mean for layers, devices, bytes and servers."""

@@ -1,0 +1,135 @@
+"""An OpenAI-style API in terms of the engine: questions in, replies and counters out. It knows no network."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+import secrets
+import time
+from typing import Any
+
+from qspec.errors import QspecError, RecipeError
+from qspec.schema.api import ChatQuestion, CompletionQuestion, Question
+from qspec.serving.engine import Answer, Answers
+from qspec.speculation.types import Sampling
+
+CHAT = "/v1/chat/completions"
+QUESTIONS: dict[str, type[Question]] = {"/v1/completions": CompletionQuestion, CHAT: ChatQuestion}
+
+
+def answer_to(answers: Answers, question: Question, gone: Callable[[], bool] = bool) -> Answer:
+    """A question as the engine takes it, queued. gone: whether nobody waits for it any more.
+
+    Raises `QspecError` for what has no answer.
+    """
+    pair = answers.pair
+    with answers.tokenizing:
+        prompt, most = _prompt(answers, question), question.max_tokens
+    if isinstance(question, ChatQuestion):
+        most = question.max_completion_tokens or most
+    room = pair.target.max_length - len(prompt)
+    if (most or 1) > room:
+        value, rule = f"{len(prompt)} tokens and {most or 1} more", f"the context holds {pair.target.max_length}"
+        raise RecipeError(value, rule, "shorten the prompt, or lower max_tokens")
+    law = pair.recipe.speculation
+    sampling = Sampling(
+        law.temperature if question.temperature is None else question.temperature,
+        law.top_k if question.top_k is None else max(0, question.top_k),
+        law.top_p if question.top_p is None else question.top_p,
+    )
+    seed = secrets.randbits(32) if question.seed is None else question.seed % 2**32
+    ends = frozenset(question.stop_token_ids) | set(() if question.ignore_eos else pair.model.arch.eos_ids)
+    return answers.ask(Answer(prompt, most or room, sampling, seed, ends, question.stop, gone))
+
+
+def _prompt(answers: Answers, question: Question) -> list[int]:
+    tokenizer, rows = answers.pair.model.tokenizer, answers.pair.model.arch.vocab_size
+    if isinstance(question, ChatQuestion):
+        try:
+            return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in question.messages])
+        except QspecError:
+            raise
+        except Exception as error:  # whatever a template raises
+            rule = f"do not fit the chat template ({error})"
+            raise RecipeError("messages", rule, "change their roles, or their order") from error
+    assert isinstance(question, CompletionQuestion)
+    prompt = question.one
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if beyond := [token for token in prompt if not 0 <= token < rows]:
+        raise RecipeError(f"token {beyond[0]}", f"the model knows {rows}, from 0 on", "send ids of its tokenizer")
+    return prompt
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How an answer is written down, whole or in events."""
+
+    chat: bool
+    model: str
+    id: str
+    created: int
+
+    @classmethod
+    def to(cls, path: str, model: str) -> "Reply":
+        chat = path == CHAT
+        return cls(chat, model, f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time()))
+
+    def whole(self, text: str, answer: Answer) -> dict[str, Any]:
+        said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        return {**self._of(said, answer.reason), "usage": _usage(answer)}
+
+    def events(self, answer: Answer, with_usage: bool) -> Iterator[dict[str, Any]]:
+        """What a stream holds, in order, as the text comes."""
+        if self.chat:
+            yield self._of({"delta": {"role": "assistant", "content": ""}})
+        for text in answer:
+            yield self._of({"delta": {"content": text}} if self.chat else {"text": text})
+        yield self._of({"delta": {}} if self.chat else {"text": ""}, answer.reason)
+        if with_usage:
+            yield {**self._of({}), "choices": [], "usage": _usage(answer)}
+
+    def _of(self, said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        form = "text_completion"
+        if self.chat:
+            form = "chat.completion" if "message" in said else "chat.completion.chunk"
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+        return {"id": self.id, "object": form, "created": self.created, "model": self.model, "choices": [choice]}
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    """Tokens; those of drafts under the names that OpenAI has for predicted output."""
+    asked, made = len(answer.prompt), answer.count
+    stood, fell = answer.accepted, answer.drafted - answer.accepted
+    details = {"accepted_prediction_tokens": stood, "rejected_prediction_tokens": fell}
+    counts = {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+    return {**counts, "completion_tokens_details": details}
+
+
+def failure(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": " ".join(message.split()), "type": kind, "code": status}}
+
+
+def models(answers: Answers) -> dict[str, Any]:
+    """The one model, under the pair's name."""
+    context = answers.pair.target.max_length
+    entry = {"id": answers.pair.recipe.name, "object": "model", "owned_by": "qspec", "max_model_len": context}
+    return {"object": "list", "data": [entry]}
+
+
+def metrics(answers: Answers) -> str:
+    """Totals in Prometheus' text format; those of drafts count what vLLM's of the same names count."""
+    counts = answers.counts
+    gauges = {"num_requests_running": answers.running, "num_requests_waiting": answers.waiting.qsize()}
+    totals = {
+        "request_success_total": counts.requests,
+        "prompt_tokens_total": counts.prompt_tokens,
+        "generation_tokens_total": counts.tokens,
+        "spec_decode_num_drafts_total": counts.drafts,
+        "spec_decode_num_draft_tokens_total": counts.drafted,
+        "spec_decode_num_accepted_tokens_total": counts.accepted,
+    }
+    lines = [f"# TYPE qspec:{name} gauge\nqspec:{name} {value}" for name, value in gauges.items()]
+    lines += [f"# TYPE qspec:{name} counter\nqspec:{name} {value}" for name, value in totals.items()]
+    name = "qspec:spec_decode_num_accepted_tokens_per_pos_total"
+    lines += [f"# TYPE {name} counter", *(f'{name}{{position="{i}"}} {n}' for i, n in enumerate(counts.accepted_at))]
+    return "\n".join(lines) + "\n"

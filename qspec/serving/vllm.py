@@ -1,0 +1,110 @@
+"""How a pair is served by vLLM: arguments that say everything aloud, for a pair that is intact and that it can run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+import re
+import shlex
+
+from qspec.errors import PairError
+from qspec.numerics.quantization.formats import INT8
+from qspec.pair.check import examine, measured, overridden, read_manifest, stale
+from qspec.provenance import environment
+from qspec.records import QuantizedModel
+from qspec.schema.devices import read_device
+from qspec.schema.recipe import Recipe
+from qspec.schemes.device_rules import kv_flag
+from qspec.schemes.exports import HALF, exports, vllm_arguments
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is started: the target's folder, and the arguments behind it.
+
+    warnings: what was not measured of that. notes: how each part is served, and what of it vLLM does not do.
+    """
+
+    model: Path
+    arguments: tuple[str, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["vllm", "serve", str(self.model), *self.arguments])
+
+
+def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serving:
+    """Check a pair and say how vLLM serves it. `more`: arguments of the caller's own, which come last and so win.
+
+    Nothing is taken from the commands that the manifest holds: they are made anew from the checked recipe. Raises
+    `IntegrityError`, and `PairError` for what vLLM cannot serve of it.
+    """
+    manifest, (_, halves) = read_manifest(pair), examine(pair)
+    recipe = Recipe.model_validate(manifest.recipe)
+    target = halves["target"]
+    parts = [part for part in exports(recipe, read_device(recipe.device), target.arch) if part.runtime == "vllm"]
+    parts = [part for part in parts if draft or part.part != "draft"]
+    for part in parts:
+        if not part.served:
+            fix = "serve it without its draft: --no-draft, or by" if part.part == "draft" else "serve it by"
+            rule = f"vLLM cannot serve it: {part.detail}"
+            raise PairError(f"{part.part} of {pair}", rule, f"{fix} qspec's own engine: --engine qspec")
+    sets = environment()["instruction_sets"] if recipe.device == "cpu" else None
+    if sets is not None and kv_flag(target.plan.kv) == "fp8" and not _wide(sets):
+        rule = "vLLM stores it on x86 with AVX-512 or AMX only, and this CPU has neither"
+        raise PairError(f"FP8 KV of {pair}", rule, "serve it elsewhere, or by qspec's own engine: --engine qspec")
+    drafting = halves if draft else {"target": target}
+    _require_split(asked(more, "--tensor-parallel-size", "-tp"), drafting)
+    float32 = manifest.validity.dtype == "float32"
+    arguments = vllm_arguments(recipe, str(pair), target.plan.kv, float32=float32, draft=draft)
+    results = measured(pair)
+    unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
+    if draft and recipe.speculation.draft_length.by_batch and asked(more, "--data-parallel-size", "-dp") > 1:
+        unproven.append("draft_length.by_batch is dropped by vLLM where requests are spread by --data-parallel-size")
+    if sets is not None and _sums_in_16_bits(sets):
+        int8 = " and the ".join(name for name, half in drafting.items() if _int8_inputs(half))
+        if int8:
+            unproven.append(f"INT8 products of the {int8} overflow in vLLM on this CPU, which has no VNNI")
+    notes = tuple(f"{part.part}: {part.detail}" for part in parts)
+    return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)), notes)
+
+
+def asked(more: Sequence[str], *names: str) -> int:
+    """A number among the caller's own arguments, the last one given; 1 where it is not."""
+    found = 1
+    for argument, behind in zip(more, [*more, ""][1:], strict=True):
+        name, equals, value = argument.partition("=")
+        number = value if equals else behind
+        if name.replace("_", "-") in names and re.fullmatch("[0-9]{1,9}", number):
+            found = int(number)
+    return found
+
+
+def _require_split(size: int, halves: Mapping[str, QuantizedModel]) -> None:
+    """vLLM splits both halves alike, by heads, and says so only after it has started its workers."""
+    for name, half in halves.items():
+        if half.arch.n_heads % max(1, size):
+            sizes = [n for n in range(1, half.arch.n_heads + 1) if half.arch.n_heads % n == 0]
+            rule = f"cannot split the {half.arch.n_heads} heads of the {name}"
+            fix = f"give one of {', '.join(map(str, sizes))}" + ("; or --no-draft" if name == "draft" else "")
+            raise PairError(f"--tensor-parallel-size {size}", rule, fix)
+
+
+def original_serving(model: Path, recipe: Recipe, context: int, more: Sequence[str] = ()) -> Serving:
+    """How vLLM serves the original, in `model`, on equal terms with the pair's target; `more` comes last."""
+    arguments = ["--served-model-name", "original", "--max-model-len", str(context)]
+    return Serving(model, (*arguments, *(HALF if recipe.device == "cpu" else ()), *more), ())
+
+
+def _int8_inputs(half: QuantizedModel) -> bool:
+    return any(linear.activation is not None and linear.activation.fmt == INT8 for linear in half.linears.values())
+
+
+def _sums_in_16_bits(instruction_sets: str) -> bool:
+    """Whether oneDNN adds pairs of INT8 products so: sums come out 2 to 3 % off (`scripts/vllm_int8.py`)."""
+    return "avx2" in instruction_sets.split() and not any(name in instruction_sets for name in ("vnni", "amx"))
+
+
+def _wide(instruction_sets: str) -> bool:
+    return any(name.startswith(("avx512", "amx")) for name in instruction_sets.split())

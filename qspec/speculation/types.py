@@ -1,0 +1,216 @@
+"""What drafters, verification and the engine say to each other."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+import math
+from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from qspec.errors import RecipeError
+from qspec.nn.lm import LM
+from qspec.numerics.speculation.probs import target_law
+from qspec.numerics.speculation.trees import Tree
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch the filters off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            fix = "use 0 for greedy or a positive number"
+            raise RecipeError(f"temperature {self.temperature}", "below 0 or not finite", fix)
+        if self.top_k < 0:
+            raise RecipeError(f"top_k {self.top_k}", "below 0", "use 0 to keep every token or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise RecipeError(f"top_p {self.top_p}", "outside (0, 1]", "use 1 to keep every token or a share of mass")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def law(self, logits_TV: Tensor) -> Tensor:
+        """Laws `[T, V]` that tokens are drawn from; the same for target and draft."""
+        return target_law(logits_TV, self.temperature, self.top_k, self.top_p)
+
+
+def draw_uniforms(n: int, generator: torch.Generator) -> Tensor:
+    """`n` float64 numbers in [0, 1), on the generator's device: the only place where randomness enters."""
+    return torch.rand(n, dtype=torch.float64, device=generator.device, generator=generator)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens `[K]` (K may be 0) and the laws they were drawn from, `[K, V]`, or None: one-hot (certain).
+
+    parents_K: the node before each token, -1 for the newest committed one, parents first; None is a chain. The law of
+    a node is that of its draw *given* its earlier siblings: the same again for draws with replacement, without the
+    earlier ones and normalised for draws without (`numerics.verify.without_replacement`). Nodes that were chosen and
+    not drawn (the likeliest ones, say) are certain. V is the target's vocabulary; `seconds` is what drafting took;
+    `source` says which of several drafters it was.
+    """
+
+    tokens_K: Tensor
+    probs_KV: Tensor | None
+    seconds: float = 0.0
+    parents_K: tuple[int, ...] | None = None
+    source: str = ""
+
+    @classmethod
+    def certain(cls, tree: Tree, seconds: float) -> "Proposal":
+        """Of nodes that were chosen, not drawn."""
+        return cls(torch.tensor(tree.tokens_K, dtype=torch.long), None, seconds, tuple(tree.parents_K))
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """`parents_K`, spelled out for a chain."""
+        return tuple(range(-1, len(self.tokens_K) - 1)) if self.parents_K is None else self.parents_K
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no token has a sibling and none is left out."""
+        return self.parents_K is None or self.parents_K == tuple(range(-1, len(self.parents_K) - 1))
+
+
+NOTHING = Proposal(torch.empty(0, dtype=torch.long), None)
+"""No draft: the step is plain."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of one verification: the draft nodes that stand, in order, and the target's own next token.
+
+    `bonus`: they reach the draft's end; `recovered`: the next token replaces the drafts that did not stand.
+    """
+
+    accepted: tuple[int, ...]
+    next_token: int
+    kind: Literal["bonus", "recovered"]
+
+
+class More(Protocol):
+    """What a drafter asks before each token of a chain."""
+
+    def __call__(self, confidence: float) -> bool:
+        """Whether to draft one more token, of which the likeliest has this probability.
+
+        Asked before a token is drawn: leaving one out for what it is would bias the output law.
+        """
+
+    def begins(self, name: str) -> int:
+        """Most tokens that this one of several drafters may draft, 0 for none: what is asked from here on, it asks."""
+
+
+class Drafter(Protocol):
+    """Proposes continuations. Keeps what cache it likes; `context` is always the whole committed sequence.
+
+    Between two `reset`s the context only grows.
+    """
+
+    def propose(
+        self,
+        context: list[int],
+        k: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        more: More | None = None,
+    ) -> Proposal:
+        """Tokens that may follow `context`: a chain of at most `k`, or a tree at most `k` deep.
+
+        A drafter that knows probabilities asks `more` before every token (of a chain); others leave it alone.
+        """
+
+    def reset(self) -> None:
+        """Forget the sequence (a new request starts)."""
+
+
+class Ask(NamedTuple):
+    """The arguments of `Drafter.propose`."""
+
+    context: list[int]
+    k: int
+    sampling: Sampling
+    generator: torch.Generator
+    more: More | None = None
+
+
+@runtime_checkable
+class BatchDrafter(Drafter, Protocol):
+    """One whose kind drafts for several requests in passes that they share (`together`)."""
+
+    def group(self) -> Hashable:
+        """Of one kind, drafters of equal groups draft together."""
+
+    @classmethod
+    def propose_many(cls, drafters: Sequence[Self], asks: Sequence[Ask]) -> list[Proposal]:
+        """`propose` of each of a group, as it would answer alone; `seconds` are shares of the time that all took."""
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A drafter that reads its target, besides the tokens."""
+
+    def follow(self, target: LM) -> None:
+        """Read this sequence of the target from now on: called before the first proposal of every request."""
+
+
+class DraftLength(Protocol):
+    """Policy for how many tokens to draft next."""
+
+    def next(self) -> int:
+        """Most draft tokens of the coming step (0 = decode plainly)."""
+
+    def judge(self) -> More | None:
+        """What the drafter of that step asks whether to go on; None where confidence does not matter."""
+
+    def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
+        """Learn from a verified step and its seconds."""
+
+    def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
+        """A new request of `prompt` tokens starts, to be continued by at most `ahead` (None: nobody knows).
+
+        `domain` names its kind, for policies that remember kinds.
+        """
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Accounting of one step: counts, and seconds spent drafting, verifying, and on everything else.
+
+    Every step commits `accepted` + 1 tokens. A stop token inside the accepted run counts as the step's own next token,
+    and what was drafted from there on is not counted. Of a tree, `drafted` is the depth that was open to be accepted:
+    its own, or that of a branch that stood up to its end. `nodes`: every drafted token, stop token or not. `source`:
+    that of the proposal, of a drafter that has several.
+    """
+
+    drafted: int
+    accepted: int
+    t_draft: float
+    t_verify: float
+    t_other: float
+    nodes: int = 0
+    source: str = ""
+
+
+Stop = Literal["length", "eos", "context"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Result of one request. `tokens` excludes the prompt and includes a stop token if one ended it.
+
+    The first token comes from the prompt's pass, every other one from `steps`. `stopped` is `context` if the target's
+    cache was full.
+    """
+
+    tokens: list[int]
+    steps: list[StepRecord] = field(default_factory=list)
+    ttft: float = 0.0  # seconds from request to first token
+    seconds: float = 0.0  # seconds from first to last token
+    stopped: Stop = "length"

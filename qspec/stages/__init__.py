@@ -1,1 +1,0 @@
-"""The steps of the main job, one per file."""

@@ -1,0 +1,1 @@
+"""Drafts learn from their target."""

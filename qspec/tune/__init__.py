@@ -1,0 +1,1 @@
+"""The joint search for the fastest pair within a budget."""

@@ -1,0 +1,131 @@
+"""Predictions put to the test: whom to run, all of them in turns, and how fast they were."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from itertools import groupby
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from qspec.bridges import harness
+from qspec.bridges.harness import Scores
+from qspec.measure.arm import Arm, Request, Run
+from qspec.measure.bench import measure
+from qspec.measure.evaluate import compare
+from qspec.numerics.statistics.student import ratio_interval
+from qspec.progress import Progress
+from qspec.schema.recipe import Recipe
+from qspec.schema.results import TaskResult
+from qspec.speculation.types import Generation, StepRecord
+from qspec.tune.answer import Answer
+from qspec.tune.halves import ORIGINAL
+from qspec.tune.measure import Pieces
+from qspec.tune.predict import Prediction
+
+Rate = tuple[float, tuple[float, float] | None]
+"""Tokens per second, and their interval."""
+
+
+def finalists(answer: Answer, most: int, also: Collection[tuple[str, str]] = ()) -> list[Prediction]:
+    """Whom to run: the choice, the pairs of `also`, the front, the fastest other pairs; each at its best length."""
+    front = [p for p in answer.front if p.seconds <= 2 * answer.chosen.seconds]
+    asked = [[p for p in answer.every if (p.target, p.draft) == pair] for pair in also]
+    told = [min(found, key=lambda p: p.seconds) for found in asked if found]  # the others were pruned
+    listed = dict.fromkeys([answer.chosen, *told, *front])
+    seen: set[tuple[str, str]] = {(p.target, p.draft) for p in listed}
+    for p in sorted(answer.every, key=lambda p: p.seconds):
+        if (p.target, p.draft) not in seen:
+            seen.add((p.target, p.draft))
+            listed[p] = None
+    return list(listed)[:most]
+
+
+def confirm(
+    arms: Mapping[str, Arm],
+    requests: list[Request],
+    recipe: Recipe,
+    eos_ids: Collection[int],
+    path: Path,
+    progress: Progress,
+) -> dict[str, list[Run]]:
+    """Every arm answers the requests, in turns, at the recipe's own sampling; what `path` has is not asked again."""
+    facts = [sorted(arms), [r.tokens for r in requests], {**recipe.as_dict(), "budget": None}]
+    key = json.dumps(facts, sort_keys=True)
+    kept = _read_runs(path, key)
+    done = {(r.temperature, r.repeat, r.prompt) for r in kept}
+    spec = recipe.benchmark.model_copy(update={"temperatures": (recipe.speculation.temperature,)})
+    runs = measure(arms, requests, recipe.model_copy(update={"benchmark": spec}), eos_ids, progress, done)
+    with path.open("a", encoding="utf-8") as file:
+        for _, group in groupby(runs, lambda r: (r.temperature, r.repeat, r.prompt)):
+            same = list(group)
+            file.write(json.dumps({"key": key, "runs": [asdict(run) for run in same]}) + "\n")
+            file.flush()
+            kept += same
+    return {name: [run for run in kept if run.arm == name] for name in arms}
+
+
+def speed_of(runs: Sequence[Run]) -> Rate:
+    """Tokens per second of decoding over all runs, with its 95 % interval over prompts."""
+    prompts = sorted({run.prompt for run in runs})
+    same = [[run.generation for run in runs if run.prompt == prompt] for prompt in prompts]
+    seconds = [sum(g.seconds for g in of) for of in same]
+    tokens = [float(sum(len(g.tokens) - 1 for g in of)) for of in same]
+    if not sum(seconds):
+        return math.nan, None
+    ci = ratio_interval(seconds, tokens)
+    return sum(tokens) / sum(seconds), ci and (1 / ci[1], 1 / ci[0] if ci[0] > 0 else math.inf)
+
+
+def _read_runs(path: Path, key: str) -> list[Run]:
+    """Runs of the same question; a last line that a kill cut short is left out."""
+    found: list[Run] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            entry = json.loads(line)
+            found += [_run(fields) for fields in entry["runs"] if entry["key"] == key]
+    return found
+
+
+def _run(fields: dict[str, Any]) -> Run:
+    told = fields["generation"]
+    steps = [StepRecord(**step) for step in told["steps"]]
+    return Run(**fields | {"generation": Generation(**told | {"steps": steps})})
+
+
+BACKEND = "qspec"
+
+
+Tasks = Mapping[str, tuple[TaskResult, ...]]
+"""By target."""
+
+
+def asked(answer: Answer, most: int) -> list[str]:
+    """Targets of the choice and the front, at most so many."""
+    return list(dict.fromkeys(p.target for p in (answer.chosen, *answer.front)))[:most]
+
+
+def measure_tasks(pieces: Pieces, targets: Sequence[str]) -> Tasks:
+    """The recipe's tasks of qspec's own backend; the original answers once, and nothing that the journal has."""
+    halves = pieces.halves
+    recipe = halves.space.recipe
+    tasks = [task for task in recipe.evaluation.tasks if BACKEND in task.backends]
+
+    @cache
+    def scores(target: str, index: int) -> Scores:
+        pieces.progress.stage(f"{tasks[index].name} of {target}")
+        lm, eos_ids = halves.decoder(target), halves.target.arch.eos_ids
+        return harness.evaluate(lm, halves.target.tokenizer, tasks[index], eos_ids, pieces.progress)
+
+    def kept(target: str, index: int) -> TaskResult:
+        task, settings = tasks[index], pieces.setting([target])
+        found = pieces.journal.kept(
+            "task",
+            [task.model_dump(mode="json"), settings],
+            lambda: compare(task, BACKEND, scores(ORIGINAL, index), scores(target, index)).model_dump(mode="json"),
+        )
+        return TaskResult.model_validate(found)
+
+    return {target: tuple(kept(target, index) for index in range(len(tasks))) for target in targets}

@@ -1,0 +1,119 @@
+"""The halves of a joint search in memory: quantized models by name, their decoders, and what drafts for a target."""
+
+from collections.abc import Callable
+
+import torch
+
+from qspec.measure.arm import Arm
+from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
+from qspec.pair.drafters import Drafters, draft_policy
+from qspec.planning.planned import head_rows
+from qspec.planning.tune_space import PLAIN, Space
+from qspec.records import LoadedModel, QuantizedModel
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import Draft, MlpDraft, ModelDraft, Recipe, SelfDraft
+from qspec.speculation.types import Drafter
+
+ORIGINAL = "original"
+
+
+class Halves:
+    """Decoders of a space by name; all stay in memory, since they take turns.
+
+    target: the original. draft_of: the draft model of a recipe, as it came. quantize: a model under a spec, kept under
+    a name. limit: a draft with so many ids.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        target: LoadedModel,
+        draft_of: Callable[[Recipe], LoadedModel],
+        quantize: Callable[[LoadedModel, QuantSpec, str], QuantizedModel],
+        limit: Callable[[QuantizedModel, int], QuantizedModel],
+        dtype: torch.dtype,
+    ) -> None:
+        self.space, self.target = space, target
+        self._draft_of, self._quantize, self._limit, self._dtype = draft_of, quantize, limit, dtype
+        self._decoders: dict[str, AnyDecoder] = {}
+        self._drafts: dict[str, LoadedModel] = {}
+        self._models: dict[str, QuantizedModel] = {}
+        self._drafters: dict[str, Drafters] = {}
+
+    @property
+    def max_length(self) -> int:
+        return min(self.space.recipe.speculation.max_length or 10**9, self.target.arch.max_positions)
+
+    @property
+    def original(self) -> AnyDecoder:
+        return self.decoder(ORIGINAL)
+
+    @property
+    def engine(self) -> str:
+        return engine_name(self.original)
+
+    @property
+    def with_weights(self) -> list[str]:
+        """Drafts that are models."""
+        drafts = self.space.drafts.items()
+        return [n for n, pair in drafts if n != PLAIN and isinstance(pair.recipe.draft, ModelDraft | SelfDraft)]
+
+    def spec(self, name: str) -> QuantSpec:
+        """How a half is quantized."""
+        if name in self.space.targets:
+            return self.space.targets[name].recipe.target.quantization
+        draft = self.space.drafts[name].recipe.draft
+        assert isinstance(draft, ModelDraft | SelfDraft)
+        return draft.quantization
+
+    def draft_vocab(self, name: str) -> int:
+        """Ids that a half can draft; 0: all, as of targets."""
+        return 0 if name in self.space.targets else head_rows(self.space.drafts[name].recipe)
+
+    def decoder(self, name: str) -> AnyDecoder:
+        if name not in self._decoders:
+            self._decoders[name] = self.opened(self.target if name == ORIGINAL else self.quantized(name))
+        return self._decoders[name]
+
+    def opened(self, model: LoadedModel | QuantizedModel) -> AnyDecoder:
+        """A decoder of any model, with room for as much as the others."""
+        return open_decoder(model, self._dtype, min(self.max_length, model.arch.max_positions))
+
+    def quantized(self, name: str) -> QuantizedModel:
+        if name not in self._models:
+            made, size = self._quantize(self.model(name), self.spec(name), name), self.draft_vocab(name)
+            self._models[name] = self._limit(made, size) if size else made
+        return self._models[name]
+
+    def kept_as(self, name: str) -> str:
+        """The name that a half's codes are kept under: one for all forms that differ in their ids alone."""
+        return next((form.whole.label for form in self.space.forms if form.label == name), name)
+
+    def model(self, name: str) -> LoadedModel:
+        """A half before it is quantized."""
+        if name in self.space.targets:
+            return self.target
+        recipe = self.space.drafts[name].recipe
+        if isinstance(recipe.draft, SelfDraft) and recipe.draft.layers is None:
+            return self.target
+        if name not in self._drafts:
+            self._drafts[name] = self._draft_of(recipe)
+        return self._drafts[name]
+
+    def arm(self, target: str, draft: str, gamma: int) -> Arm:
+        """A combination to run, with a drafter and a policy of its own; gamma 0 keeps the recipe's draft length."""
+        lm = self.decoder(target)
+        if draft == PLAIN:
+            return Arm(lm)
+        recipe = self.space.recipe_of(next(iter(self.space.targets)) if target == ORIGINAL else target, draft, gamma)
+        return Arm(lm, self._drafter(target, recipe.draft, draft), draft_policy(recipe.speculation.draft_length))
+
+    def head(self, target: str, draft: MlpDraft) -> Drafter:
+        """The drafter of a speculator head, which reads the states of one target."""
+        return self._drafter(target, draft)
+
+    def _drafter(self, target: str, draft: Draft, name: str = "") -> Drafter:
+        """name: of a draft model."""
+        if target not in self._drafters:
+            self._drafters[target] = Drafters(self.target if target == ORIGINAL else self.quantized(target))
+        return self._drafters[target].new(draft, lambda: self.decoder(name))

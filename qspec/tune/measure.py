@@ -1,0 +1,181 @@
+"""All pieces of a joint search, measured once or read from its journal."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import cached_property
+import math
+from typing import Any
+
+import torch
+
+from qspec.measure.fidelity import measure_fidelity
+from qspec.nn.lm import GreedyLM
+from qspec.pair.drafters import lookup_drafter
+from qspec.planning.tune_space import PLAIN
+from qspec.progress import Progress
+from qspec.provenance import environment
+from qspec.schema.recipe import Draft, LookupDraft, MlpDraft
+from qspec.schema.tuning import TuneSpec
+from qspec.speculation.engine import generate
+from qspec.speculation.types import Sampling
+from qspec.tune.halves import Halves
+from qspec.tune.pieces import (
+    Journal,
+    Json,
+    Texts,
+    answer_logits,
+    bookkeeping,
+    head_runs,
+    laws,
+    lookup_runs,
+    pass_times,
+    prompt_seconds,
+)
+from qspec.tune.predict import DraftPiece, Model, Passes, Rounds, TargetPiece, passes_of
+
+ROUNDS = 30
+"""Rounds of every draft length whose bookkeeping is timed."""
+
+
+class Pieces:
+    """Measures what `Model` is made of, on `prompts`; what the journal has is not measured again."""
+
+    def __init__(
+        self, halves: Halves, prompts: Sequence[list[int]], sampling: Sampling, journal: Journal, progress: Progress
+    ) -> None:
+        self.halves, self._prompts, self.sampling = halves, prompts, sampling
+        self.journal, self.progress = journal, progress
+        self._recipe = halves.space.recipe
+        self._spec: TuneSpec[Draft] = halves.space.spec
+
+    def model(self) -> Model:
+        """Everything timed here."""
+        times = self._times()
+        targets = {name: self.target(name, passes_of(times[name])) for name in self.halves.space.targets}
+        passes = {name: passes_of(times[name]) for name in self.halves.with_weights}
+        drafts = {name: self.draft(name, passes.get(name, {})) for name in self.halves.space.drafts if name != PLAIN}
+        return Model(targets, drafts, self._rounds())
+
+    @cached_property
+    def texts(self) -> list[tuple[list[int], list[int]]]:
+        """The original's greedy answers, which every half is asked about."""
+
+        def make() -> Json:
+            answers = []
+            for prompt in self.progress.track(self._prompts, "answers of the original", len(self._prompts)):
+                generator = torch.Generator().manual_seed(self._recipe.seed)
+                original = self.halves.original
+                said = generate(original, None, None, prompt, self._spec.tokens, Sampling(), (), generator)
+                answers.append(said.tokens)
+            return {"answers": answers}
+
+        settings = [self._source, self._prompts, self._spec.tokens]
+        return list(zip(self._prompts, self.journal.kept("answers", settings, make)["answers"], strict=True))
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of a sequence that passes are timed at."""
+        return sorted({1, 2, *(length + 1 for length in self._spec.lengths)})
+
+    @property
+    def _greedy(self) -> bool:
+        """Whether targets choose tokens in their passes."""
+        targets = map(self.halves.decoder, self.halves.space.targets)
+        return self.sampling.greedy and all(isinstance(lm, GreedyLM) for lm in targets)
+
+    @property
+    def _source(self) -> Json:
+        return dict(self.halves.target.source)
+
+    @property
+    def _machine(self) -> Json:
+        return {key: environment()[key] for key in ("cpu", "threads", "qspec", "torch")}
+
+    def setting(self, names: Iterable[str]) -> Any:
+        """What decides a piece of these halves."""
+
+        def told(name: str) -> Any:
+            model, size = self.halves.model(name), self.halves.draft_vocab(name)
+            said = [self.halves.spec(name).model_dump(mode="json"), dict(model.source), model.arch.n_layers]
+            ids = [size, self._recipe.calibration.model_dump(mode="json"), self._recipe.seed]
+            return [*said, ids] if size else said
+
+        specs = {name: told(name) for name in names}
+        return [self._source, specs, self._machine, self.halves.engine]
+
+    def _times(self) -> Json:
+        spec, names = self._spec, [*self.halves.space.targets, *self.halves.with_weights]
+        rows = self.rows
+
+        def make() -> Json:
+            lms = {name: self.halves.decoder(name) for name in names}
+            greedy = list(self.halves.space.targets) if self._greedy else []
+            return pass_times(lms, rows, spec.batches, spec.context, spec.repeats, self.progress, greedy)
+
+        return self.journal.kept("times", [self.setting(names), rows, spec.batches, spec.context, spec.repeats], make)
+
+    def _rounds(self) -> Rounds:
+        spec, vocab = self._spec, self.halves.target.arch.vocab_size
+        facts = [self._machine, vocab, spec.lengths, spec.context, asdict(self.sampling)]
+
+        def make() -> Json:
+            return bookkeeping(vocab, spec.lengths, spec.context, self.sampling, ROUNDS, self._greedy)
+
+        kept = self.journal.kept("rounds", facts, make)
+        return Rounds(*({int(d): s for d, s in kept[part].items()} for part in ("engine", "draft")))
+
+    def target(self, name: str, passes: Passes) -> TargetPiece:
+        """Harm, prompts and laws of a target, whose passes take what is given."""
+        fidelity, text = self._recipe.evaluation.fidelity, self.texts
+
+        def make() -> Json:
+            self.progress.stage(f"accuracy of {name}")
+            halves = self.halves
+            lm, told = halves.decoder(name), Json(kl=math.nan, kl_ci=None, top1=math.nan)
+            if fidelity is not None:
+                found = measure_fidelity(halves.original, lm, halves.target.tokenizer, fidelity, self.progress)[0]
+                told = {"kl": found.kl.value, "kl_ci": found.kl.ci, "top1": found.top1_agreement.value}
+            return told | {"law": laws(answer_logits(lm, text), self.sampling)}
+
+        settings = [self.setting([name]), fidelity and fidelity.model_dump(mode="json"), text, asdict(self.sampling)]
+        kept = self.journal.kept("target", settings, make)
+        ci, ttft = kept["kl_ci"] and tuple(kept["kl_ci"]), max(self._prompt_seconds(name, text))
+        return TargetPiece(passes, kept["kl"], ci, kept["top1"], ttft, kept["law"])
+
+    def draft(self, name: str, passes: Passes) -> DraftPiece:
+        """What a draft says, and its prompts or calls; passes: of one with weights."""
+        draft, text, most = self.halves.space.drafts[name].recipe.draft, self.texts, max(self._spec.lengths)
+        settings = [draft.model_dump(mode="json"), self._source, text, most, asdict(self.sampling)]
+        if isinstance(draft, LookupDraft):
+            kept = self.journal.kept("lookup", settings, lambda: lookup_runs(lookup_drafter(draft), text, most))
+            return DraftPiece(runs={"": kept}, seconds=kept["seconds"])
+        if isinstance(draft, MlpDraft):
+            targets = [target for target, drafts in self.halves.space.pairs if drafts == name]
+            told = {
+                t: self.journal.kept("head", [*settings, self.setting([t])], self._head_runs(t, draft)) for t in targets
+            }
+            seconds = sum(kept["seconds"] for kept in told.values()) / max(1, len(told))
+            return DraftPiece(runs=told, seconds=seconds, per_token=True)
+
+        def make() -> Json:
+            self.progress.stage(f"answers of {name}")
+            return laws(answer_logits(self.halves.decoder(name), text), self.sampling)
+
+        law = self.journal.kept("draft", [*settings, self.setting([name])], make)
+        begun = [([*prompt, *answer[:1]], answer) for prompt, answer in text]
+        return DraftPiece(passes, law, self._prompt_seconds(name, begun))
+
+    def _prompt_seconds(self, name: str, texts: Texts) -> list[float]:
+        def make() -> Json:
+            return {"seconds": prompt_seconds(self.halves.decoder(name), texts)}
+
+        facts = [self.setting([name]), [prompt for prompt, _ in texts]]
+        seconds: list[float] = self.journal.kept("prompts", facts, make)["seconds"]
+        return seconds
+
+    def _head_runs(self, target: str, draft: MlpDraft) -> Callable[[], Json]:
+        def make() -> Json:
+            drafter = self.halves.head(target, draft)
+            return head_runs(self.halves.decoder(target), drafter, self.texts, draft.n_predict)
+
+        return make

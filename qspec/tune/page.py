@@ -1,0 +1,227 @@
+"""What a joint search found, as data and as a page: predicted beside measured."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+import math
+from operator import attrgetter
+from statistics import median
+from typing import Any
+
+from qspec.numerics.speculation.lowering import Levels
+from qspec.numerics.statistics.predictive import excess_deviation, left_out, widened
+from qspec.planning.tune_space import Pruned
+from qspec.readable import count, interval, number, percent, percents, size
+from qspec.report.document import Block, Document, Finding, Heading, Paragraph, Plot, Point, Series, Table
+from qspec.tune.answer import Answer, within
+from qspec.tune.confirm import Tasks
+from qspec.tune.layers import Lowered, as_data as layers_data
+from qspec.tune.predict import Prediction
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """A combination that was run: tokens per second, with a 95 % interval over prompts (None from a single one)."""
+
+    prediction: Prediction
+    speed: float
+    ci: tuple[float, float] | None = None
+
+    @property
+    def predicted(self) -> float:
+        return 1 / self.prediction.seconds
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured."""
+        return self.predicted / self.speed - 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All predictions, and those that were confirmed."""
+
+    answer: Answer
+    confirmed: tuple[Confirmed, ...]
+    pruned: tuple[Pruned, ...]
+    lowered: tuple[Lowered, ...] = ()
+    tasks: Tasks = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> Confirmed:
+        """The fastest measured one within the budget; without one the predicted choice, which is run first."""
+        budget = self.answer.budget
+        fitting = [c for c in self.confirmed if within(c.prediction, budget) and self._recovers(c.prediction.target)]
+        return max(fitting, key=lambda c: c.speed, default=self.confirmed[0])
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Median and worst size of the prediction's error."""
+        sizes = [abs(c.error) for c in self.confirmed]
+        return median(sizes), max(sizes)
+
+    @property
+    def model_error(self) -> float:
+        """Standard deviation of the model's own error, relative: what the stated spread does not explain."""
+        return excess_deviation(*self._missed)
+
+    def interval(self, p: Prediction) -> tuple[float, float]:
+        """Tokens/s: where a run would end in 95 of 100 cases, by the errors of the confirmed ones (but its own)."""
+        errors, halves = self._missed
+        own = next((i for i, c in enumerate(self.confirmed) if c.prediction == p), None)
+        half = widened(_half(p), errors, halves) if own is None else left_out(errors, halves)[own]
+        return math.exp(-half) / p.seconds, math.exp(half) / p.seconds
+
+    @property
+    def coverage(self) -> float:
+        """Share of the confirmed ones inside their interval; 0.95 is promised."""
+        inside = [low <= c.speed <= high for c in self.confirmed for low, high in [self.interval(c.prediction)]]
+        return sum(inside) / len(inside)
+
+    @property
+    def why(self) -> str:
+        middle, worst = self.errors
+        chosen = self.chosen
+        return (
+            f"{self.answer.why} Of {len(self.confirmed)} combinations that were run, {chosen.prediction.name} is the "
+            f"choice: {chosen.speed:.1f} tokens/s measured, {chosen.predicted:.1f} predicted. Predictions missed by "
+            f"{percent(middle)} (median) and {percent(worst)} (worst); {percent(self.coverage, 0)} of the measured "
+            "speeds lie in their predicted interval, widened by the errors of the others."
+        )
+
+    def _recovers(self, target: str) -> bool:
+        """Whether no task that was measured falls below the budget's recovery."""
+        least = self.answer.budget.min_recovery or 0.0
+        return all(task.recovery is None or task.recovery >= least for task in self.tasks.get(target, ()))
+
+    @cached_property
+    def _missed(self) -> tuple[list[float], list[float]]:
+        """Of the confirmed ones: errors as logarithms, and the half-widths of their stated intervals."""
+        return [math.log1p(c.error) for c in self.confirmed], [_half(c.prediction) for c in self.confirmed]
+
+
+def _half(p: Prediction) -> float:
+    return math.log(p.ci[1] / p.ci[0]) / 2
+
+
+def as_data(found: Outcome) -> dict[str, Any]:
+    """JSON types only."""
+    middle, worst = found.errors
+    return {
+        "why": found.why,
+        "chosen": _confirmed(found, found.chosen),
+        "schedule": [list(entry) for entry in found.answer.schedule],
+        "error": {"median": middle, "worst": worst, "model": found.model_error, "coverage": found.coverage},
+        "confirmed": [_confirmed(found, c) for c in found.confirmed],
+        "front": [_row(found, p) for p in found.answer.front],
+        "layers": [layers_data(one) for one in found.lowered],
+        "tasks": [
+            {"target": target} | task.model_dump(mode="json", exclude={"rows"})
+            for target, tasks in found.tasks.items()
+            for task in tasks
+        ],
+        "combinations": len(found.answer.every),
+        "pruned": [list(entry) for entry in found.pruned],
+    }
+
+
+def document(found: Outcome, name: str) -> Document:
+    """The page."""
+    points = tuple(
+        Point(c.prediction.name, c.predicted, c.speed, found.interval(c.prediction), c.ci) for c in found.confirmed
+    )
+    plot = Plot(
+        "Predicted and measured", "tokens/s, predicted", "tokens/s, measured", (Series("", points),), "diagonal"
+    )
+    rows = tuple(
+        (*_cells(found, c.prediction), number(c.speed), interval(c.ci), percent(c.error)) for c in found.confirmed
+    )
+    predicted = ("combination", "predicted tokens/s", "95 % of runs", "KL", "95 % CI, KL", "first token, s", "memory")
+    columns = (*predicted, "measured tokens/s", "95 % CI", "error")
+    front = tuple(_cells(found, p) for p in found.answer.front)
+    schedule = ", ".join(f"{k} at batch {lo} to {hi}" for lo, hi, k in found.answer.schedule)
+    pruned = Table("Left out", ("combination", "why"), found.pruned)
+    return Document(
+        f"{name}: the best pair",
+        f"{len(found.answer.every)} combinations predicted, {len(found.confirmed)} run",
+        (
+            Finding("good" if found.answer.fits else "bad", found.why),
+            Paragraph(f"Draft length of the predicted choice: {schedule}."),
+            Heading("Confirmed"),
+            plot,
+            Table("Run in turns on prompts that acceptance was not measured on", columns, rows),
+            Heading("Front"),
+            Table("Not dominated in time, KL and memory; predicted", predicted, front),
+            *_tasks(found.tasks),
+            *(block for one in found.lowered for block in _layers(one)),
+            *((pruned,) if found.pruned else ()),
+        ),
+    )
+
+
+def _cells(found: Outcome, p: Prediction) -> tuple[str, ...]:
+    speed = number(1 / p.seconds), interval(found.interval(p))
+    return (p.name, *speed, number(p.kl), interval(p.kl_ci), number(p.ttft), size(p.memory))
+
+
+def _tasks(tasks: Tasks) -> Iterator[Block]:
+    """Scores of both arms, and what their difference says."""
+    columns = ("target", "task", "items", "original", "quantized", "recovery", "95 % CI", "verdict")
+    rows = tuple(
+        (
+            target,
+            task.task,
+            count(task.original.n),
+            number(task.original.value),
+            number(task.quantized.value),
+            percent(task.recovery if task.recovery is not None else math.nan),
+            percents(task.recovery_ci),
+            task.verdict,
+        )
+        for target, found in tasks.items()
+        for task in found
+    )
+    if rows:
+        yield Heading("Tasks")
+        yield Table("Targets of the front against the original, item by item", columns, rows)
+
+
+def _layers(found: Lowered) -> Iterator[Block]:
+    """The way of a draft from its finest form down."""
+    yield Heading(found.ladder.name)
+    layers, heads = (", ".join(names) for names in _names(found))
+    yield Paragraph(
+        f"Beside {found.target}: layers from {layers}, head from {heads}, by acceptance lost per second of a pass. "
+        f"Chosen: {_state(found, found.chosen.levels)}. Acceptance is the mean overlap of both laws."
+    )
+    stops = list(zip([_state(found, stop.levels) for stop in found.stops], found.stops, found.sizes, strict=True))
+    for axis, of in (("acceptance", attrgetter("acceptance")), ("tokens/s, predicted", attrgetter("value"))):
+        points = tuple(Point(state, weight / 1e6, of(stop)) for state, stop, weight in stops)
+        yield Plot(f"{found.ladder.name}: {axis} by size", "MB of the draft", axis, (Series("", points, joined=True),))
+    columns = ("state", "acceptance", "draft", "ms per pass", "predicted tokens/s")
+    cells = tuple(
+        (state, number(stop.acceptance), size(weight), number(1e3 * seconds), number(stop.value))
+        for (state, stop, weight), seconds in zip(stops, found.seconds, strict=True)
+    )
+    yield Table("Lowered one after the other", columns, cells)
+
+
+def _names(found: Lowered) -> tuple[list[str], list[str]]:
+    return [form.scheme for form in found.ladder.layers], [str(form.head) for form in found.ladder.heads]
+
+
+def _state(found: Lowered, levels: Levels) -> str:
+    """`W8A8 12, W4A16 18, head W8A8`: layers by scheme."""
+    schemes, heads = _names(found)
+    counts = [f"{name} {levels[:-1].count(i)}" for i, name in enumerate(schemes) if i in levels[:-1]]
+    return f"{', '.join(counts)}, head {heads[levels[-1]]}"
+
+
+def _row(found: Outcome, p: Prediction) -> dict[str, Any]:
+    fields = ("name", "target", "draft", "gamma", "tokens_per_step", "kl", "top1", "memory")
+    speeds = {"predicted_tok_s": 1 / p.seconds, "predicted_ci": list(found.interval(p)), "ttft_s": p.ttft}
+    return {field: getattr(p, field) for field in fields} | {"kl_ci": p.kl_ci and list(p.kl_ci)} | speeds
+
+
+def _confirmed(found: Outcome, c: Confirmed) -> dict[str, Any]:
+    return _row(found, c.prediction) | {"measured_tok_s": c.speed, "measured_ci": c.ci and list(c.ci)}

@@ -1,0 +1,243 @@
+"""What a joint search measures once per half, to combine it for every pair: times of passes, and what it would say."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+import json
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qspec.nn.lm import LM, BatchLM
+from qspec.numerics.speculation.replay import runs_of
+from qspec.progress import Progress
+from qspec.provenance import atomic_write, digest_of
+from qspec.speculation.drafters.model import ModelDrafter
+from qspec.speculation.engine import generate
+from qspec.speculation.length.policies import Fixed
+from qspec.speculation.types import Drafter, Follower, Sampling
+
+Json = dict[str, Any]
+
+
+MASS_KEPT = 256
+"""Likeliest tokens of a sampled law that are kept; the overlap of two laws misses at most the smaller tail."""
+
+
+FORM = 3
+"""Of kept pieces; raised when what is measured changes."""
+
+
+Texts = Sequence[tuple[list[int], list[int]]]
+"""Prompts with the original's greedy answers."""
+
+
+TIMED = ("times", "rounds", "prompts", "lookup", "head")
+"""Kept pieces that hold seconds; the others say what a half does to answers, on whatever machine."""
+
+
+class Journal:
+    """Measured pieces in a folder, one file each, written whole; a killed study goes on with those that are there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def timed(self) -> list[Path]:
+        """Files of kept seconds."""
+        return sorted(path for name in TIMED for path in self._folder.glob(f"{name}-*.json"))
+
+    def kept(self, name: str, settings: Any, make: Callable[[], Json]) -> Json:
+        """The piece that `settings` decide, measured by `make` unless it is kept."""
+        path = self._folder / f"{name}-{digest_of([FORM, settings])[:12]}.json"
+        if not path.exists():
+            atomic_write(path, json.dumps(make()))
+        kept: Json = json.loads(path.read_text(encoding="utf-8"))
+        return kept
+
+
+@torch.no_grad()
+def pass_times(
+    halves: Mapping[str, LM],
+    rows: Sequence[int],
+    batches: Sequence[int],
+    context: int,
+    repeats: int,
+    progress: Progress,
+    greedy: Collection[str] = (),
+) -> Json:
+    """Seconds of passes: by half, batch size and rows of each sequence, all `repeats` of them.
+
+    Choosing tokens from the logits is not in them, rounds are charged for it (`tune_rounds`); halves in `greedy` choose
+    them in the pass of a single sequence. Halves take turns, so that a drift of the machine hits all alike. An empty
+    list: the half has no such batches.
+    """
+    sequences = {name: _filled(lm, max(batches), context) for name, lm in halves.items()}
+    found: Json = {n: {str(b): {str(r): [] for r in rows} for b in batches} for n in halves}
+    for turn in progress.track(range(repeats + 1), "pass times", repeats + 1):
+        for name, lms in sequences.items():
+            for batch, count in ((b, r) for b in batches for r in rows if b <= len(lms)):
+                seconds = _pass(lms[:batch], context, count, name in greedy)
+                if turn:  # the first one warms up
+                    found[name][str(batch)][str(count)].append(seconds)
+    return found
+
+
+def _filled(lm: LM, batch: int, context: int) -> list[LM]:
+    lms: list[LM] = [lm, *(lm.fork() for _ in range(batch - 1))] if isinstance(lm, BatchLM) else [lm]
+    for one in lms:
+        one.truncate(0)
+        one.forward(torch.arange(context) % lm.vocab_size, last=1)
+    return lms
+
+
+def _pass(lms: list[Any], context: int, rows: int, greedy: bool) -> float:
+    tokens = torch.arange(rows) % lms[0].vocab_size
+    for lm in lms:
+        lm.truncate(context)
+    begin = perf_counter()
+    if len(lms) == 1:
+        (lms[0].greedy if greedy else lms[0].forward)(tokens)
+    else:
+        type(lms[0]).forward_many(lms, [tokens] * len(lms), [None] * len(lms))
+    return perf_counter() - begin
+
+
+@torch.no_grad()
+def prompt_seconds(lm: LM, texts: Texts) -> list[float]:
+    """Seconds of reading every prompt: to a target's first token, or of a draft model before its first round."""
+    seconds = []
+    for prompt, _ in texts:
+        lm.truncate(0)
+        begin = perf_counter()
+        lm.forward(torch.tensor(prompt), last=1)
+        seconds.append(perf_counter() - begin)
+    return seconds
+
+
+def middle(seconds: Sequence[float]) -> tuple[float, float]:
+    """Median, and the half-width of its 95 % interval relative to it (1.57 of the quartile range over sqrt n)."""
+    centre = median(seconds)
+    low, _, high = quantiles(seconds, n=4)
+    return centre, 1.57 * (high - low) / len(seconds) ** 0.5 / centre
+
+
+@torch.no_grad()
+def answer_logits(lm: LM, texts: Texts) -> Iterator[Tensor]:
+    """Logits `[T, V]` of every text behind the positions that its answer's tokens follow."""
+    for prompt, answer in texts:
+        lm.truncate(0)
+        yield lm.forward(torch.tensor([*prompt, *answer[:-1]]), last=len(answer))
+
+
+def laws(logits: Iterable[Tensor], sampling: Sampling) -> Json:
+    """What a half says behind every position of the answers, by text: its likeliest token, exactly.
+
+    Where requests are sampled also its `MASS_KEPT` likeliest tokens with their probabilities under `sampling`.
+    """
+    found: Json = {"top": [], "laws": []}
+    for logits_TV in logits:
+        found["top"].append(logits_TV.argmax(-1).tolist())
+        if not sampling.greedy:
+            top = sampling.law(logits_TV).topk(min(MASS_KEPT, logits_TV.shape[-1]))
+            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            found["laws"].append([dict(zip(map(str, ids), mass, strict=True)) for ids, mass in pairs])
+    return found
+
+
+@torch.no_grad()
+def lookup_runs(drafter: Drafter, texts: Texts, most: int) -> Json:
+    """Behind every position of every answer: tokens that a lookup proposes, and how many stand; seconds of a call."""
+    generator, found, seconds = torch.Generator().manual_seed(0), Json(drafted=[], runs=[]), []
+    for prompt, answer in texts:
+        drafter.reset()
+        drafted, runs = [0], [0]
+        for at in range(1, len(answer)):
+            proposal = drafter.propose([*prompt, *answer[:at]], most, Sampling(), generator)
+            drafted.append(len(proposal.tokens_K))
+            runs.append(_stand(proposal.tokens_K.tolist(), answer[at:]))
+            seconds.append(proposal.seconds)
+        found["drafted"].append(drafted)
+        found["runs"].append(runs)
+    return found | {"seconds": median(seconds) if seconds else 0.0}
+
+
+@torch.no_grad()
+def head_runs(target: LM, drafter: Drafter, texts: Texts, most: int) -> Json:
+    """The same of a speculator head, which reads the states of one target."""
+    generator, found, seconds = torch.Generator().manual_seed(0), Json(drafted=[], runs=[]), []
+    for prompt, answer in texts:
+        target.truncate(0)
+        target.forward(torch.tensor(prompt), last=1)
+        drafter.reset()
+        assert isinstance(drafter, Follower), "a speculator head reads its target"
+        drafter.follow(target)
+        drafted, runs = [0], [0]
+        for at in range(1, len(answer)):
+            proposal = drafter.propose([*prompt, *answer[:at]], most, Sampling(), generator)
+            following = target.forward(torch.tensor([answer[at - 1]])).argmax(-1).tolist()
+            drafted.append(len(proposal.tokens_K))
+            runs.append(_stand(proposal.tokens_K.tolist(), [*following, *answer[at + 1 :]]))
+            seconds.append(proposal.seconds)
+        found["drafted"].append(drafted)
+        found["runs"].append(runs)
+    return found | {"seconds": median(seconds) / most}
+
+
+def _stand(drafted: list[int], true: list[int]) -> int:
+    return runs_of([a == b for a, b in zip(drafted, true, strict=False)] or [False])[0]
+
+
+NO_STOP = -1
+"""A token that no model says, so that drafting looks for stop tokens as it does in earnest."""
+
+
+class Instant:
+    """A model of no cost: the same random logits `[R, V]` behind any tokens, as many rows as are asked for."""
+
+    def __init__(self, vocab_size: int, rows: int, max_length: int) -> None:
+        self.vocab_size, self.max_length, self.length = vocab_size, max_length, 0
+        self._logits_RV = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(0)).repeat(rows, 1)
+
+    def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        self.length += len(tokens_T)
+        return self._logits_RV[: last or len(tokens_T)]
+
+    def truncate(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+
+class InstantGreedy(Instant):
+    """One that finds the likeliest tokens itself."""
+
+    def greedy(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
+        return self._best_R[: len(self.forward(tokens_T, last))]
+
+    @cached_property
+    def _best_R(self) -> Tensor:
+        return self._logits_RV.argmax(-1)
+
+
+def bookkeeping(
+    vocab: int, lengths: Sequence[int], context: int, sampling: Sampling, rounds: int, greedy: bool = False
+) -> Json:
+    """Median seconds of a round by its draft length, 0 too, behind `context` tokens.
+
+    greedy: targets choose the likeliest tokens themselves. engine: verification, committing, accounting. draft: a draft
+    model's part, its passes left out.
+    """
+    found: Json = {"engine": {}, "draft": {}}
+    for drafted in (0, *lengths):
+        tokens = rounds * (drafted + 1) + 1
+        target, draft = (
+            kind(vocab, drafted + 1, context + tokens) for kind in (InstantGreedy if greedy else Instant, Instant)
+        )
+        drafter = ModelDrafter(draft, eos_ids=(NO_STOP,)) if drafted else None
+        generator = torch.Generator().manual_seed(0)
+        said = generate(target, drafter, Fixed(drafted), [0] * context, tokens, sampling, (NO_STOP,), generator)
+        found["engine"][str(drafted)] = median(step.t_verify + step.t_other for step in said.steps)
+        found["draft"][str(drafted)] = median(step.t_draft for step in said.steps)
+    return found

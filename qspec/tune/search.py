@@ -1,0 +1,197 @@
+"""The best pair for a budget: pieces measured once, every combination predicted, the best ones run to confirm it."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+import json
+from pathlib import Path
+
+from qspec.errors import OutputError, RecipeError
+from qspec.measure.arm import Request
+from qspec.measure.arms import Originals, load_originals
+from qspec.measure.bench import load_requests
+from qspec.models.vocab import limited
+from qspec.pair.open import compute_dtype
+from qspec.planning.planned import require_trained
+from qspec.planning.tune_space import space_of
+from qspec.progress import Progress
+from qspec.provenance import atomic_write, environment, sole_writer
+from qspec.quantize.job import Calibration, quantized_half
+from qspec.records import LoadedModel, QuantizedModel
+from qspec.report.render import html as report_html
+from qspec.schema.devices import read_device
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import Recipe
+from qspec.speculation.types import Sampling
+from qspec.tune.answer import Answer, answer, pick
+from qspec.tune.confirm import Rate, asked, confirm, finalists, measure_tasks, speed_of
+from qspec.tune.halves import Halves
+from qspec.tune.layers import Lowered, Lowering, ladders
+from qspec.tune.measure import Pieces
+from qspec.tune.page import Confirmed, Outcome, as_data, document
+from qspec.tune.pieces import Journal
+from qspec.tune.predict import Model
+from qspec.tune.whatif import WhatIf, on_device, predict_device
+
+
+class Study:
+    """One search in a folder: quantized halves, measured pieces and confirming runs are kept there and never redone."""
+
+    def __init__(self, recipe: Recipe, out: Path, progress: Progress | None = None) -> None:
+        self.space, self.out, self.progress = space_of(recipe), out, progress or Progress()
+        self.recipe, self.spec = recipe, self.space.spec
+        for planned in self.space.drafts.values():
+            require_trained(planned.recipe.draft)
+        self._journal, self._runs = Journal(out / "pieces"), out / "confirm.jsonl"
+
+    def forget_times(self) -> None:
+        """Delete all seconds that the folder keeps, so that predictions and runs come from one sitting.
+
+        Quantized halves, harm and what halves say stay. A search that is killed then goes on without this call.
+        """
+        for path in [*self._journal.timed, self._runs]:
+            path.unlink(missing_ok=True)
+
+    @cached_property
+    def halves(self) -> Halves:
+        return Halves(
+            self.space,
+            self._originals.target,
+            self._draft_of,
+            self._quantized,
+            lambda model, size: limited(model, size, self._text.rows),
+            compute_dtype(self.recipe.dtype),
+        )
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        sampling = self.recipe.speculation
+        law = Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
+        prompts = [request.tokens for request in self._requests[0]]
+        return Pieces(self.halves, prompts, law, self._journal, self.progress)
+
+    def search(self) -> tuple[Answer, list[Lowered]]:
+        """All pieces, every prediction; with drafts lowered layer by layer, all forms are timed again beside them."""
+        model, budget = self.pieces.model(), self.recipe.budget
+        first = answer(self.space, model, budget)
+        lowered = self.lower_layers(model, first)
+        return (answer(self.space, self.pieces.model(), budget) if lowered else first), lowered
+
+    def lower_layers(self, model: Model, first: Answer) -> list[Lowered]:
+        """Drafts lowered layer by layer, each beside the target that it is best with; they join the space."""
+        found = []
+        for ladder in ladders(self.space) if self.spec.layers is not None else []:
+            labels = {form.label for form in (*ladder.layers, *ladder.heads)}
+            rows = [p for p in first.every if p.draft in labels]
+            if rows and self.spec.layers is not None:
+                target = pick(rows, self.recipe.budget)[0].target
+                found.append(Lowering(self.pieces, model, ladder, target).search(self.spec.layers))
+        for lowered in found:
+            self.space = self.halves.space = self.space.with_draft(lowered.ladder.name, lowered.draft)
+        return found
+
+    def confirm(
+        self, found: Answer, lowered: Sequence[Lowered], beside: Mapping[str, tuple[str, str]] | None = None
+    ) -> tuple[tuple[Confirmed, ...], dict[str, Rate]]:
+        """The best pairs answer the prompts that acceptance was not measured on, and the speeds of other arms beside.
+
+        beside: targets and drafts by name, drafting by the recipe's own policy.
+        """
+        chosen = finalists(found, self.spec.confirm, [(one.target, one.ladder.name) for one in lowered])
+        arms = {p.name: self.halves.arm(p.target, p.draft, p.gamma) for p in chosen}
+        arms |= {name: self.halves.arm(*of, 0) for name, of in (beside or {}).items()}
+        eos_ids = self._originals.target.arch.eos_ids
+        runs = confirm(arms, self._requests[1], self.recipe, eos_ids, self._runs, self.progress)
+        speeds = {name: speed_of(mine) for name, mine in runs.items()}
+        return tuple(Confirmed(p, *speeds[p.name]) for p in chosen), {name: speeds[name] for name in beside or {}}
+
+    @cached_property
+    def _originals(self) -> Originals:
+        return load_originals(self.recipe, self.progress)
+
+    @cached_property
+    def _text(self) -> Calibration:
+        recipe = self.recipe
+        return Calibration(recipe.calibration, self._originals.target.tokenizer, recipe.seed, self.progress)
+
+    @cached_property
+    def _requests(self) -> tuple[list[Request], list[Request]]:
+        """Of every category the first prompts are for acceptance, the others confirm."""
+        spec, mine = self.recipe.benchmark, self.spec.per_category
+        whole = spec.model_copy(update={"per_category": mine + spec.per_category})
+        room = self.halves.max_length - max(spec.max_new_tokens, self.spec.tokens)
+        found, _ = load_requests(whole, self._originals.target.tokenizer, room)
+        parts: tuple[list[Request], list[Request]] = ([], [])
+        for _, same in groupby(found, lambda r: r.category):
+            listed = list(same)
+            parts[0].extend(listed[:mine])
+            parts[1].extend(listed[mine:] or listed)
+        return parts
+
+    def _draft_of(self, recipe: Recipe) -> LoadedModel:
+        model = load_originals(recipe, self.progress).draft
+        assert model is not None, "only drafts with weights are asked for"
+        return model
+
+    def _quantized(self, model: LoadedModel, spec: QuantSpec, name: str) -> QuantizedModel:
+        recipe, names = self.recipe, [*self.space.targets, *self.halves.with_weights]
+        self.progress.say(f"half {names.index(name) + 1} of {len(names)}: {name}")
+        folder = self.out / "halves" / "".join(c if c.isalnum() else "-" for c in self.halves.kept_as(name))
+        return quantized_half(recipe, spec, model, self._text, folder)
+
+
+def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome:
+    """Search, confirm, and write `out/tune.json`, `out/tune.html` and `out/recipe.yaml`, the job of the chosen pair.
+
+    A call that was killed goes on. Raises `RecipeError` for a device that is not here.
+    """
+    if recipe.device != "cpu":
+        rule = "is not here, and passes are timed where they will run"
+        fix = f"measure here with --device cpu, or predict it from its data sheet with --device {recipe.device}"
+        raise RecipeError(f"device {recipe.device}", rule, fix)
+    if (out / "run.log").exists():
+        raise OutputError(str(out), "holds a run, whose recipe.yaml would be replaced", "choose another --out")
+    study = Study(recipe, out, progress)
+    with sole_writer(out):
+        predicted, lowered = study.search()
+        confirmed, _ = study.confirm(predicted, lowered)
+        tasks = measure_tasks(study.pieces, asked(predicted, study.spec.evaluate))
+        found = Outcome(predicted, confirmed, study.space.pruned, tuple(lowered), tasks)
+        _write(study, found)
+    study.progress.close()
+    return found
+
+
+def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = None) -> WhatIf:
+    """What another device would make of the recipe's space, in `out/what-if-DEVICE.json` and `.html`.
+
+    Acceptance and KL are measured here and kept in `out`, seconds follow from a data sheet; nothing is confirmed.
+    Raises `RecipeError` for a device without one, `OutputError` for a folder of something that was run.
+    """
+    job = on_device(recipe, device)
+    if any(path.exists() for path in (out / "recipe.yaml", out / "confirm.jsonl", *out.glob("pieces/times-*.json"))):
+        raise OutputError(str(out), "holds what was measured on a device", "choose another --out for predictions")
+    study = Study(job, out, progress)
+    with sole_writer(out):
+        found = predict_device(study.pieces, read_device(device))
+        atomic_write(out / f"what-if-{device}.json", json.dumps(found.as_data(), indent=1) + "\n")
+        atomic_write(out / f"what-if-{device}.html", report_html.render(found.document(recipe.name)))
+    study.progress.close()
+    return found
+
+
+def _write(study: Study, found: Outcome) -> None:
+    best, predicted, out = found.chosen.prediction, found.answer, study.out
+    job = study.space.recipe_of(best.target, best.draft, best.gamma)
+    atomic_write(out / "recipe.yaml", scheduled(job, predicted.schedule if best == predicted.chosen else []).dump())
+    atomic_write(out / "tune.json", json.dumps(as_data(found) | {"environment": environment()}, indent=1) + "\n")
+    atomic_write(out / "tune.html", report_html.render(document(found, study.recipe.name)))
+
+
+def scheduled(job: Recipe, by_batch: Sequence[tuple[int, int, int]]) -> Recipe:
+    """The job with its draft length by batch size, as engines take it."""
+    if not by_batch:
+        return job
+    fields = job.as_dict()
+    fields["speculation"]["draft_length"] |= {"by_batch": by_batch}
+    return Recipe.model_validate(fields)

@@ -1,0 +1,93 @@
+"""From logits to laws, from uniform numbers to tokens."""
+
+from hypothesis import given, strategies as st
+import pytest
+import torch
+
+from qspec.numerics.speculation.probs import sample, target_law
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, -5.0, 0.0]], dtype=torch.float64)
+
+
+def reference_law(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """The same law token by token, in plain Python."""
+    weights = torch.tensor(logits, dtype=torch.float64).div(temperature).softmax(0).tolist()
+    order = sorted(range(len(logits)), key=lambda i: -weights[i])[: top_k or None]
+    total, mass, kept = sum(weights[i] for i in order), 0.0, []
+    for i in order:
+        if mass < top_p:
+            kept.append(i)
+        mass += weights[i] / total
+    norm = sum(weights[i] for i in kept)
+    return [weights[i] / norm if i in kept else 0.0 for i in range(len(logits))]
+
+
+@given(
+    logits=st.lists(st.integers(-300, 300), min_size=2, max_size=7, unique=True),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.integers(0, 8),
+    top_p=st.sampled_from([0.2, 0.71, 0.97, 1.0]),
+)
+def test_filters_follow_the_common_order(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
+    """Catches filters applied in another order, or top-p over the mass from before top-k."""
+    values = [x / 100 for x in logits]
+    law = target_law(torch.tensor([values], dtype=torch.float64), temperature, top_k, top_p)[0]
+    expected = torch.tensor(reference_law(values, temperature, top_k, top_p), dtype=torch.float64)
+    assert torch.allclose(law, expected, rtol=0, atol=1e-14)  # a few float64 roundings of numbers below 1
+
+
+def test_temperature_zero_is_one_hot_at_the_first_best() -> None:
+    """Catches a division by zero, and ties that keep more than one token."""
+    assert target_law(LOGITS, 0.0).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+
+
+def test_tiny_temperature_is_finite() -> None:
+    """Catches inf - inf = NaN where logits overflow at low temperature."""
+    law = target_law(torch.tensor([[1e4, 9e3, -1e4]]), 1e-38)
+    assert law.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_top_k_keeps_exactly_k_of_equals() -> None:
+    """Catches a threshold that lets all tied tokens pass."""
+    assert (target_law(LOGITS, 1.0, top_k=2) > 0).sum(-1).tolist() == [2, 2]
+
+
+def test_top_p_keeps_the_token_that_reaches_the_mass() -> None:
+    """Catches an empty law where the best token alone exceeds top-p, and one token too many where it just reaches."""
+    halves = torch.tensor([[0.0, 0.0, -100.0]], dtype=torch.float64)
+    assert (target_law(halves, 1.0, top_p=0.01) > 0).sum() == 1
+    assert (target_law(halves, 1.0, top_p=0.5) > 0).sum() == 1
+    assert (target_law(halves, 1.0, top_p=0.51) > 0).sum() == 2
+
+
+def test_masked_vocabulary_stays_impossible() -> None:
+    """Catches padding rows (logit -inf) that get probability back from a filter."""
+    law = target_law(torch.tensor([[0.0, -torch.inf, 1.0]]), 1.0, top_k=3, top_p=0.999)
+    assert law[0, 1] == 0
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.25 - 1e-12, 1), (0.25, 3), (0.5, 3), (1 - 2**-53, 3)])
+def test_inverse_cdf_at_its_steps(uniform: float, token: int) -> None:
+    """Catches draws of tokens with probability 0 and ids past the end, at both ends and at a step."""
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
+    assert int(sample(probs, torch.tensor(uniform, dtype=torch.float64))) == token
+
+
+def test_rows_are_sampled_each_by_its_own_number() -> None:
+    """Catches one row's number or mass used for another, also where rows do not sum to one."""
+    probs_KV = torch.tensor([[0.2, 0.2], [0.0, 3.0], [0.5, 0.5]])
+    assert sample(probs_KV, torch.tensor([0.4, 0.1, 0.6])).tolist() == [0, 1, 1]
+
+
+def test_large_vocabularies_keep_their_tail() -> None:
+    """Catches a float32 CDF: over 2^18 equal float32 tokens its rounding shifts draws by many ids."""
+    size = 1 << 18
+    probs = torch.full((size,), 1.0) * 0.1
+    ids = torch.tensor([1, size // 3, size - 2])
+    assert sample(probs.expand(3, -1), (ids + 0.5) / size).tolist() == ids.tolist()
+
+
+def test_a_temperature_below_every_float_is_greedy() -> None:
+    """Catches 0 / 0: in float32 a temperature of 1e-300 is 0, and the law NaN."""
+    law = target_law(LOGITS[:1].float(), 1e-300)
+    assert law.tolist() == [[0.0, 1.0, 0.0, 0.0]]

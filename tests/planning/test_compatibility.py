@@ -1,0 +1,61 @@
+"""Two models, before they become a pair."""
+
+from collections.abc import Iterator
+import json
+from pathlib import Path
+
+import pytest
+
+from qspec.cli import main
+from qspec.planning.compatibility import compatibility
+from tests.tiny import tiny_model
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    target = tiny_model("llama", tmp_path / "target", num_hidden_layers=4)
+    return target, tiny_model("llama", tmp_path / "draft", seed=1, num_hidden_layers=1, vocab_size=304)
+
+
+def _levels(target: Path, draft: Path) -> dict[str, str]:
+    return {finding.value: finding.level for finding in compatibility(str(target), str(draft))}
+
+
+def test_a_fitting_draft_is_told_its_ratio_and_what_it_may_gain(models: tuple[Path, Path]) -> None:
+    """Would catch a padding difference that is taken for another tokenizer, and a ratio that nobody is warned of."""
+    found = compatibility(*map(str, models))
+    assert not [f for f in found if f.level == "refused"]
+    assert any("differ in padding" in f.rule for f in found)
+    assert any("times smaller than the target" in f.rule for f in found)
+    assert any(f.value.startswith("c = ") and "0.8" in f.rule for f in found)
+
+
+def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
+    models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch vocabularies of equal size whose ids mean other tokens."""
+    path = models[1] / "tokenizer.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    vocab = state["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[10:12]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(state), encoding="utf-8")
+    assert main(["check", str(models[0]), str(models[1])]) == 2
+    said = capsys.readouterr()
+    assert repr(first) in said.err
+    assert "refused: 2 tokens" in said.out
+
+
+def test_a_base_draft_of_an_instruct_target_is_warned_of(models: tuple[Path, Path]) -> None:
+    """Would catch the pair of base and instruct models whose acceptance nobody can explain later."""
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    for path in models[1].glob("chat_template*"):
+        path.unlink()
+    config = models[1] / "tokenizer_config.json"
+    state = json.loads(config.read_text(encoding="utf-8"))
+    had = state.pop("chat_template", None)
+    config.write_text(json.dumps(state), encoding="utf-8")
+    ours = models[0] / "tokenizer_config.json"
+    if had is None:
+        ours.write_text(json.dumps(json.loads(ours.read_text(encoding="utf-8")) | template), encoding="utf-8")
+    assert _levels(*models)["chat template"] == "warning"

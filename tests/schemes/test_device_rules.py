@@ -1,0 +1,181 @@
+"""What devices refuse, warn about, or should know, one rule at a time."""
+
+from dataclasses import replace
+
+import pytest
+
+from qspec.errors import RecipeError
+from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT8
+from qspec.plan import KVScheme
+from qspec.records import ArchMap
+from qspec.schema.devices import read_device
+from qspec.schema.quantization import KVSpec, QuantSpec, RotationSpec
+from qspec.schema.recipe import EvaluationSpec, MlpDraft, ModelSpec, Recipe, SelfDraft, TaskSpec
+from qspec.schemes.build import build_plan, layer_scheme
+from qspec.schemes.device_rules import (
+    device_findings,
+    format_findings,
+    outlier_findings,
+    pair_findings,
+    raise_refused,
+    rotation_findings,
+)
+
+ARCH = ArchMap("qwen2", "Qwen2ForCausalLM", 1, 8, 8, 1, 1, 8, 8, 8, (1.0,) * 4, qkv_bias=True)
+
+
+def said(device: str, scheme: str = "none", kv: KVScheme | None = None, dtype: str = "auto") -> list[tuple[str, str]]:
+    found = device_findings(read_device(device), {"l": layer_scheme(scheme)}, kv, dtype, ARCH)
+    return [(finding.level, str(finding)) for finding in found]
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "dtype", "level", "part"),
+    [
+        ("b200", "W8A8", "auto", "refused", "SM75 to SM90"),
+        ("a100", "FP8", "auto", "refused", "SM89 or newer"),
+        ("a100", "FP8_DYNAMIC", "auto", "refused", "use scheme: W8A8"),
+        ("l40s", "FP8_BLOCK", "auto", "refused", "FP8_DYNAMIC or W8A8"),
+        ("rtx4090", "FP8_BLOCK", "auto", "refused", "slower there"),
+        ("h100", "FP8_BLOCK", "float16", "refused", "bfloat16 only"),
+        ("h100", "FP8", "float16", "warning", "lose bits"),
+        ("b200", "FP8", "auto", "note", "prefill"),
+        ("rtx4090", "FP8_DYNAMIC", "auto", "note", "INT8 has twice"),
+        ("cpu", "FP8", "auto", "note", "no FP8 matmul"),
+        ("cpu", "W4A8", "auto", "note", "Arm CPUs"),
+        ("h100", "W4A8", "auto", "refused", "Arm CPUs"),
+    ],
+)
+def test_scheme_rules(device: str, scheme: str, dtype: str, level: str, part: str):
+    """Would catch a rule that no longer fires, or fires at another level."""
+    assert [text for lev, text in said(device, scheme, None, dtype) if lev == level and part in text]
+
+
+@pytest.mark.parametrize(("device", "level"), [("cpu", "note"), ("h100", "refused")])
+def test_8_bits_in_groups_run_here_alone(device: str, level: str):
+    """Would catch a checkpoint made for a server that stops at its groups."""
+    scheme = build_plan(QuantSpec(group_size=32)).default
+    (found,) = device_findings(read_device(device), {"l": scheme}, None)
+    assert (found.level, found.fix) == (level, "leave group_size out to serve it elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme"),
+    [("cpu", "W8A8"), ("a100", "W8A8"), ("h20", "W8A8"), ("h100", "FP8_BLOCK"), ("l40s", "FP8"), ("b200", "W4A16")],
+)
+def test_what_runs_is_not_remarked(device: str, scheme: str):
+    """Would catch a refusal or a warning where the device runs the scheme well."""
+    assert said(device, scheme) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "kv", "level", "part"),
+    [
+        ("h100", KVScheme(FP8_E5M2, "tensor"), "refused", "E5M2"),
+        ("a100", KVScheme(FP8_E4M3, "head"), "warning", "from SM89 on"),
+        ("h100", KVScheme(FP8_E4M3, "tensor"), "warning", "key biases"),
+        ("cpu", KVScheme(INT8, "token_head"), "warning", "garbage"),
+    ],
+)
+def test_kv_rules(device: str, kv: KVScheme, level: str, part: str):
+    """Would catch a KV format that corrupts output on its device without a word."""
+    assert [text for lev, text in said(device, "none", kv) if lev == level and part in text]
+
+
+def test_key_bias_warning_is_for_models_that_have_one():
+    """Would catch the Qwen2 warning on every model."""
+    found = device_findings(
+        read_device("h100"), {}, KVScheme(FP8_E4M3, "tensor"), "auto", replace(ARCH, qkv_bias=False)
+    )
+    assert list(found) == []
+
+
+def test_first_refusal_is_raised_with_its_three_parts():
+    """Would catch notes that stop a job, or a refusal that loses its fix on the way."""
+    findings = [*device_findings(read_device("cpu"), {"l": layer_scheme("FP8")}, None)]
+    raise_refused(findings)
+    findings += device_findings(read_device("b200"), {"l": layer_scheme("W8A8")}, None)
+    with pytest.raises(RecipeError) as caught:
+        raise_refused(findings)
+    assert (caught.value.value, caught.value.fix) == ("W8A8 on b200 (SM100)", "use scheme: FP8_DYNAMIC")
+
+
+def recipe(device: str, target: KVSpec | None, draft: KVSpec | None) -> Recipe:
+    model = ModelSpec(model="org/m", quantization=QuantSpec(kv=target))
+    return Recipe(name="t", device=device, target=model, draft=SelfDraft(kind="self", quantization=QuantSpec(kv=draft)))
+
+
+def test_unequal_kv_formats_are_told_on_cpu():
+    """Would catch a pair that aborts vLLM on CPU: FP8 KV in one half only."""
+    (finding,) = pair_findings(read_device("cpu"), recipe("cpu", KVSpec(), None))
+    assert finding.level == "warning"
+    assert "aborts" in finding.rule
+    assert list(pair_findings(read_device("cpu"), recipe("cpu", KVSpec(), KVSpec()))) == []
+
+
+def test_fp8_draft_kv_is_told_on_ada():
+    """Would catch an FP8 draft KV cache exported for SM89, where vLLM has crashed with it."""
+    (finding,) = pair_findings(read_device("l40s"), recipe("l40s", KVSpec(), KVSpec()))
+    assert "auto" in finding.fix
+
+
+def test_mlp_speculators_need_the_plugin():
+    """Would catch a pair that is made for a server and that none serves, without a word."""
+    mlp = recipe("h100", None, None).model_copy(update={"draft": MlpDraft(kind="mlp_speculator", model="org/acc")})
+    (finding,) = pair_findings(read_device("h100"), mlp)
+    assert finding.level == "note"
+    assert "plugin" in finding.rule
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_outliers_run_here_only(half: str):
+    """Would catch a pair made for a GPU that nothing there can serve, or evaluated by transformers without outliers."""
+    sparse = {"scheme": "W8A8", "outliers": {"share": 0.5}}
+    spec = {"target": {"model": "m"}, "draft": {"kind": "self"}, "name": "t"}
+    spec[half] = {**spec[half], "quantization": sparse}
+    r = Recipe.model_validate(spec)
+    assert list(outlier_findings(read_device("cpu"), r)) == []
+    (found,) = outlier_findings(read_device("h100"), r)
+    assert found.level == "refused"
+    assert "no server runs dense + sparse weights" in found.rule
+    r = Recipe.model_validate({**spec, "evaluation": {"tasks": [{"backends": ["hf"]}]}})
+    assert len(list(outlier_findings(read_device("cpu"), r))) == (half == "target")
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_transforms_at_run_time_run_here_only(half: str):
+    """Would catch a pair for a GPU that no runtime there computes, or scores of a half that hf computes wrongly."""
+    turned = QuantSpec(rotation=RotationSpec(r4=True))
+    specs = {"target": QuantSpec(), "draft": QuantSpec(), half: turned}
+    target, draft = ModelSpec(model="a", quantization=specs["target"]), specs["draft"]
+    made = Recipe(name="t", target=target, draft=SelfDraft(kind="self", quantization=draft))
+    (found,) = rotation_findings(read_device("h100"), made)
+    assert found.level == "refused"
+    assert not list(rotation_findings(read_device("cpu"), made))
+    tasks = EvaluationSpec(tasks=(TaskSpec(backends=("qspec", "hf")),))
+    served = list(rotation_findings(read_device("cpu"), made.model_copy(update={"evaluation": tasks})))
+    assert [finding.level for finding in served] == ["refused"] * (half == "target")
+
+
+@pytest.mark.parametrize("half", ["target", "draft"])
+def test_e5m2_runs_here_only(half: str):
+    """Would catch a pair made for a GPU whose server reads E5M2 codes as E4M3, or scored by a library that stops."""
+    adaptive = {"scheme": "FP8", "fp8_format": "adaptive"}
+    spec = {"target": {"model": "m"}, "draft": {"kind": "self"}, "name": "t"}
+    spec[half] = {**spec[half], "quantization": adaptive}
+    r = Recipe.model_validate(spec)
+    assert list(format_findings(read_device("cpu"), r)) == []
+    (found,) = format_findings(read_device("h100"), r)
+    assert found.level == "refused"
+    assert "on CPU only" in found.rule
+    r = Recipe.model_validate({**spec, "evaluation": {"tasks": [{"backends": ["hf"]}]}})
+    assert len(list(format_findings(read_device("cpu"), r))) == (half == "target")
+
+
+def test_a_plan_with_e5m2_is_refused_on_gpus():
+    """Would catch a resolved plan that slips past the recipe's own check."""
+    scheme = layer_scheme("FP8")
+    assert scheme is not None
+    wide = replace(scheme, weight=replace(scheme.weight, fmt=FP8_E5M2))
+    assert [f.level for f in device_findings(read_device("h100"), {"a": wide}, None) if "E5M2" in f.rule] == ["refused"]
+    assert not [f for f in device_findings(read_device("cpu"), {"a": wide}, None) if f.level == "refused"]

@@ -1,0 +1,53 @@
+"""The recorded search: what `--again` measures anew, and what it keeps."""
+
+import json
+from pathlib import Path
+import sys
+from typing import Any
+
+import pytest
+
+from qspec.tune import measure as tune_measure
+from tests.tiny import tiny_model
+from tests.tune.test_search import tuned
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))  # as for a script, whose neighbours are top-level modules
+from scripts import tune as bench_tune  # noqa: E402
+
+TIMED = {"times", "rounds", "prompts", "lookup"}
+
+
+def _files(work: Path) -> dict[str, bytes]:
+    paths = [path for path in work.rglob("*") if path.is_file() and path.suffix != ".html"]
+    return {path.relative_to(work).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_again_measures_seconds_anew_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions from another day than their confirmations; models and acceptance measured twice for nothing."""
+    model = tiny_model("llama", tmp_path / "model")
+    tune = {"drafts": {"ngram": {"kind": "ngram"}, "self": {"kind": "self"}}}
+    path, work = tmp_path / "recipe.yaml", tmp_path / "work"
+    path.write_text(tuned(tmp_path, model, tune=tune).dump())
+    monkeypatch.setattr(bench_tune, "WORK", work)
+    monkeypatch.setattr(bench_tune, "BASELINE", tmp_path / "tune.json")
+    monkeypatch.setattr(bench_tune, "ALONE", {"original": bench_tune.ALONE["original"]})
+
+    def search(*options: str) -> dict[str, bytes]:
+        monkeypatch.setattr(sys, "argv", ["bench_tune", "--recipe", str(path), *options])
+        bench_tune.main()
+        return _files(work)
+
+    def spent(*_: Any) -> None:
+        raise AssertionError("measured twice")
+
+    first = search()
+    assert search() == first
+    monkeypatch.setattr(tune_measure, "laws", spent)
+    monkeypatch.setattr(tune_measure, "measure_fidelity", spent)
+    monkeypatch.setattr("qspec.quantize.job.quantize_model", spent)
+    again = search("--again")
+    assert again.keys() == first.keys()
+    renewed = {name for name in first if first[name] != again[name]}
+    assert {name.split("/")[-1].split("-")[0] for name in renewed} == TIMED | {"confirm.jsonl"}
+    assert json.loads((tmp_path / "tune.json").read_text())["single_techniques"]
