@@ -72,7 +72,7 @@ class KVScheme:
     """KV-cache format; `key` and `value` are what differs from `fmt` and `granularity`.
 
     `scales` of stored ones: `calibrated` from data, `cast` (1.0), or per layer the better one (`auto`, which
-    `stages.kv_choice` resolves into `cast_layers`). Layers are numbers; those of `skip_layers` stay in float.
+    `quantize.kv_choice` resolves into `cast_layers`). Layers are numbers; those of `skip_layers` stay in float.
     """
 
     fmt: NumFormat

@@ -281,7 +281,7 @@ class QuantizedModel:
     `k_scale` / `v_scale`: by `model.layers.N.self_attn`, `[1]` (tensor) or `[n_kv_heads]` (head), float32; empty
     unless `plan.kv` is static. `q_scale`: of queries that are rounded, `[1]` or `[n_heads]`. `notes` are sentences for
     the report (fall-backs, choices with their numbers). `head_ids`: of a draft, the ids that its head is run for,
-    rising `[D]`; None: all. The head is stored whole, decoders take its rows (`nn.short_head`).
+    rising `[D]`; None: all. The head is stored whole, decoders take its rows (`nn.eager.linear`).
     """
 
     arch: ArchMap

@@ -17,7 +17,7 @@ def read_options(
     description: str | None, matrix: str, add: Callable[[argparse.ArgumentParser], object] = lambda _: None
 ) -> argparse.Namespace:
     """The options of the command line, threads set, warnings off; `matrix`: the default one's file; `add` adds more."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--matrix", type=Path, default=eval_dir() / "matrices" / matrix)
     parser.add_argument("--only", default="", metavar="PATTERN")
     parser.add_argument("--again", action="store_true")

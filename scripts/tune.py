@@ -1,4 +1,11 @@
-"""Search the pairs of a recipe, run the best ones and each technique alone in turns, and keep what came out."""
+"""Search the pairs of a recipe, run the best ones and each technique alone in turns, and keep what came out.
+
+The joint search on SmolLM2-135M, beside each technique alone in its default settings: predicted and measured tokens per
+second of every confirmed combination. Pieces and answers are kept in runs/bench_tune, and not measured again; what came
+out goes to eval/baselines/tune.json.   --recipe FILE   another job    --threads N
+  --again   delete all kept seconds first, so that predictions and runs are of one sitting; quantized models, harm and
+            acceptance stay. One that is killed goes on without it.
+"""
 
 import argparse
 import json
@@ -29,7 +36,7 @@ ALONE = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=Path("recipes/smollm2-135m-tune-cpu.yaml"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="measure all seconds anew, and keep the rest")

@@ -15,7 +15,7 @@ using qspec::Matrix;
 using qspec::Rows;
 using qspec::Span;
 
-constexpr float SCALE_FLOOR = 1.0f / (448.0f * 512.0f);  // numerics/formats.py
+constexpr float SCALE_FLOOR = 1.0f / (448.0f * 512.0f);  // numerics/quantization/formats.py
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// The C interface, called through ctypes (qspec/nn/native_interface.py mirrors these structs). All data is copied on
+// The C interface, called through ctypes (qspec/nn/cpp/interface.py mirrors these structs). All data is copied on
 // arrival, but weights that lie in the model's own memory.
 #pragma once
 #include "kernels.h"

@@ -1,4 +1,4 @@
-"""Drafting with a speculator's heads: stage after stage by torch; `native_heads` does the same in one call.
+"""Drafting with a speculator's heads: stage after stage by torch; `cpp.heads` does the same in one call.
 
 Letters: B sequences, P paths, K tokens of a path, D ids that can be drafted.
 """

@@ -158,7 +158,7 @@ def verify_greedy(logits_BRV: Tensor, drafts_BK: Tensor) -> tuple[Tensor, Tensor
 def verify_sampling(
     probs_BRV: Tensor, drafts_BK: Tensor, draft_probs_BKV: Tensor | None, uniforms_BR: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`numerics.verify.verify_sampling` for B chains at once; R = K + 1. Source: arXiv 2211.17192, algorithm 1.
+    """`verify_sampling` for B chains at once; R = K + 1. Source: arXiv 2211.17192, algorithm 1.
 
     Drafts without laws (None) are certain.
     """
@@ -182,7 +182,7 @@ def verify_sampling(
 def sample_rows(
     logits_NV: Tensor, uniforms_N: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """Tokens int64 `[N]` of the laws that `numerics.probs.target_law` makes, by inverse CDF."""
+    """Tokens int64 `[N]` of the laws that `numerics.speculation.probs.target_law` makes, by inverse CDF."""
     return sample(target_law(logits_NV, temperature, top_k, top_p), uniforms_N)
 
 

@@ -205,7 +205,7 @@ def open_pair(
 
     memory_limit: of the target, in bytes or as `2GiB`; layers beyond it are read from disk for every pass, past the
     system's file cache if `direct_io`. recipe: in place of the pair's own, with other `speculation` of the same halves.
-    `stages.check` verifies every byte.
+    `pair.check` verifies every byte.
     """
     limit = None if memory_limit is None else parse_bytes(memory_limit, "memory limit")
     if direct_io and limit is None:

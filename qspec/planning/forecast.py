@@ -1,6 +1,7 @@
 """What speculation may gain on a device: floors from bytes and operations, before any measurement.
 
-Acceptance is assumed here and measured by the benchmark; formulas: `numerics.roofline` and `numerics.speedup`.
+Acceptance is assumed here and measured by the benchmark; formulas: `numerics.roofline`,
+`numerics.speculation.speedup`.
 """
 
 from collections.abc import Callable, Mapping

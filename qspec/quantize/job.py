@@ -38,7 +38,7 @@ from qspec.schemes.build import build_plan
 def fuse(quant: QuantizedModel) -> QuantizedModel:
     """The same model with its `FusionPlan`. Tensors keep their names: merging is an act of the runtime.
 
-    A group that cannot be merged (`nn.linear.merge_obstacle`) gets a note. Groups wholly in float are merged too.
+    A group that cannot be merged (`nn.eager.linear.merge_obstacle`) gets a note. Groups wholly in float are merged too.
     """
     groups = quant.arch.fused_groups()
     reasons = {group: merge_obstacle([quant.linears.get(name) for name in group]) for group in groups}

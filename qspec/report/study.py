@@ -21,7 +21,7 @@ PLACE = ("engine", "cpu", "threads", "torch threads", "qspec")
 
 
 def document(environment: Mapping[str, str], rows: Sequence[Row]) -> Document:
-    """Of the rows of `scripts/bench_speed`: timed ones, and the largest batches."""
+    """Of the rows of `scripts/study speed`: timed ones, and the largest batches."""
     timed, limits = _split(rows)
     blocks: list[Block] = [*_findings(timed), *_note(timed)]
     models = _by_model(timed)

@@ -333,7 +333,7 @@ class PromptFacts(Record):
 class Marginals(Record):
     """Sampled texts with drafts and without, `samples` of each prompt's first `positions` tokens in each arm.
 
-    `p_value`: chance of a difference at least this large if both follow one law (`numerics.two_sample`).
+    `p_value`: chance of a difference at least this large if both follow one law (`numerics.statistics.two_sample`).
     """
 
     prompts: int

@@ -1,4 +1,4 @@
-"""A speed study's file, as `scripts/bench_speed` writes it: arms by lengths and batch, and their largest batches."""
+"""A speed study's file, as `scripts/study speed` writes it: arms by lengths and batch, and their largest batches."""
 
 from pathlib import Path
 from typing import Annotated
@@ -68,7 +68,7 @@ class SpeedRows(Record):
     @classmethod
     def read(cls, path: Path) -> "SpeedRows":
         """Raises `IntegrityError` when the file is not one."""
-        fix = "give what scripts/bench_speed wrote to --out"
+        fix = "give what scripts/study speed wrote to --out"
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:

@@ -102,7 +102,7 @@ def _int8_inputs(half: QuantizedModel) -> bool:
 
 
 def _sums_in_16_bits(instruction_sets: str) -> bool:
-    """Whether oneDNN adds pairs of INT8 products so: sums come out 2 to 3 % off (`scripts/vllm_int8.py`)."""
+    """Whether oneDNN adds pairs of INT8 products so: sums come out 2 to 3 % off (`scripts/vllm/int8.py`)."""
     return "avx2" in instruction_sets.split() and not any(name in instruction_sets for name in ("vnni", "amx"))
 
 

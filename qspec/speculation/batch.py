@@ -44,7 +44,7 @@ def generate_batch(
 ) -> list[Generation]:
     """Continue all prompts together, each on a fork of `target`; results in their order.
 
-    Tokens are bit for bit those of `engine.generate` where rows are computed as if alone (`nn.attention.EXACT_ROWS`).
+    Tokens are bit for bit those of `engine.generate` where rows are computed as if alone (`attention.EXACT_ROWS`).
     A request leaves the batch when it is finished; prompts are read one after the other. schedule: most drafts by the
     number of requests that go on. on_tokens: called with a request's number and its tokens as they are committed.
     A step's seconds are shared out (a pass's by `PassShares`), so the steps of all requests add up to wall-clock time.

@@ -1,4 +1,4 @@
-"""Requests whose whole loop runs on a device (`nn.cuda_loop`): the host admits them, and reads every few steps.
+"""Requests whose whole loop runs on a device (`nn.cuda.loop`): the host admits them, and reads every few steps.
 
 Lengths of drafts are fixed by how many requests go on; drafters that are no model, trees, and policies that learn from
 single steps stay with `batch`.

@@ -30,7 +30,7 @@ _MOST_JUDGED = 8192
 
 @dataclass(frozen=True)
 class HeadLearner:
-    """Implements `stages.learner.Learner` over `HeadData`."""
+    """Implements `train.loop.Learner` over `HeadData`."""
 
     module: MLPSpeculator
 

@@ -57,7 +57,7 @@ class SequenceData:
 
 @dataclass(frozen=True)
 class ModelLearner:
-    """A causal language model of transformers; implements `stages.learner.Learner` over `SequenceData`.
+    """A causal language model of transformers; implements `train.loop.Learner` over `SequenceData`.
 
     Gradients are added up sequence by sequence: nothing is padded, and memory holds one sequence's laws.
     """

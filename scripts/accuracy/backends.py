@@ -1,4 +1,11 @@
-"""Ask a pair's tasks of every backend, original and quantized target, and compare what they say item by item."""
+"""Ask a pair's tasks of every backend, original and quantized target, and compare what they say item by item.
+
+One pair's tasks through qspec's engine, transformers, vLLM (started here) and a running server of the same files:
+prompts, scores and answers item by item. Rows go to eval/baselines/backends_cpu.json, finished backends stay in
+runs/bench_backends. `scripts/study build_peers --only vllm` installs vLLM; without AVX-512 the pair's KV has to be
+null.
+  --pair DIR    --python FILE of an environment with vLLM    --again   ask anew    --out FILE
+"""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -19,7 +26,7 @@ from qspec.schema.results import Results, TaskRow
 from qspec.serving.vllm import serving
 from scripts.common import digest, write_baseline
 from scripts.engines.build_peers import python_of
-from scripts.vllm.integration import ENVIRONMENT, SMALL, Row
+from scripts.vllm.run import ENVIRONMENT, SMALL, Row
 
 WORK = Path("runs/bench_backends")
 BACKENDS: tuple[Backend, ...] = ("qspec", "hf", "vllm", "api")
@@ -104,7 +111,7 @@ def compare(a: Mapping[tuple[str, int], Item], b: Mapping[tuple[str, int], Item]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, default=Path("runs/smollm2-135m-int8-cpu/pair"))
     parser.add_argument("--python", type=Path, default=python_of("vllm"), help="of an environment with vLLM")
     parser.add_argument("--out", type=Path, default=Path("eval/baselines/backends_cpu.json"))

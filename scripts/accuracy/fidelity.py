@@ -1,4 +1,13 @@
-"""Measure the arms of a matrix one by one, keep each, and print who is closer to the original."""
+"""Measure the arms of a matrix one by one, keep each, and print who is closer to the original.
+
+qspec beside llm-compressor at equal exported formats: KL, top-1 agreement and perplexity of
+eval/matrices/fidelity.yaml. Finished arms are kept in runs/bench_fidelity and not measured again; the rows go to
+eval/baselines/<matrix>.json.
+  --only PATTERN   arms whose name (model/contest/engine method) holds the regular expression
+  --again          measure those anew        --list   show arms and what is done        --threads N
+  --rows           rows of what is kept, measure nothing: with the intervals of the present code
+  --matrix FILE    another matrix, such as eval/matrices/ablation.yaml
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,10 @@
-"""Measure proxies and tasks of several schemes of one model, and say how far the proxies order the schemes."""
+"""Measure proxies and tasks of several schemes of one model, and say how far the proxies order the schemes.
+
+Do quick measures foretell task scores? KL, agreement, perplexity by text and hidden numbers beside MMLU-Pro and last
+words, over the schemes of eval/matrices/proxies.yaml, and their rank correlation. Finished schemes are kept in
+runs/bench_proxies; rows go to eval/baselines/proxies.json.
+  --only PATTERN   schemes by name    --again   measure anew    --list   what is kept    --threads N
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

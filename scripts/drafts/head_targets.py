@@ -1,4 +1,10 @@
-"""Train a head on the quantized target and on the original, all else equal, and judge both by what either writes."""
+"""Train a head on the quantized target and on the original, all else equal, and judge both by what either writes.
+
+Should a head learn from the quantized target or from the original? Both are trained, on equally many states, and
+judged on Spec-Bench's prompts by what either target answers, temperatures 0 and 1; the shipped head beside them. An
+hour of one core; resumes. Rows go to eval/baselines/speculator_targets.json.
+  --steps N   --answers N   --per-category N   --tokens N
+"""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -83,7 +89,7 @@ def spread(values: list[float]) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--answers", type=int, default=384, help="that each head learns from")
     parser.add_argument("--per-category", type=int, default=4, help="prompts that both are judged on")

@@ -1,4 +1,10 @@
-"""Decode with and without drafts while a target's layers are in memory, or read for every pass, in turns by prompt."""
+"""Decode with and without drafts while a target's layers are in memory, or read for every pass, in turns by prompt.
+
+Targets whose layers are read from disk or host memory for every pass, beside the same in memory, plain and with drafts:
+tokens per second, speedup, bandwidth, and how much of the reading is hidden. About six minutes on a quiet machine.
+Subjects of eval/matrices/offload.yaml, each kept in runs/bench_offload when it is done; --only PATTERN  --list  --again
+--threads N. The rows go to eval/baselines/offload.json.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

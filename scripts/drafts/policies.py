@@ -1,4 +1,12 @@
-"""Ask every draft under every policy of a matrix in turns, keep each prompt, and print how drafts and policies do."""
+"""Ask every draft under every policy of a matrix in turns, keep each prompt, and print how drafts and policies do.
+
+Drafts and draft-length policies on Spec-Bench's prompts: tokens per step, acceptance and speedup of
+eval/matrices/spec_bench.yaml. Plain decoding and every draft under every policy answer each prompt in turns. Prompts
+are kept in runs/bench_spec, one of each category after the other, and not asked again; the rows go to
+eval/baselines/spec_bench.json.
+  --only PATTERN   subjects of the matrix whose name holds the regular expression    --again   begin anew
+  --list           what is kept    --rows   rows of what is kept, ask nothing    --threads N
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,14 @@
-"""Measure what a speculator head brings on Spec-Bench's prompts beside lookups, prompt by prompt in turn."""
+"""Measure what a speculator head brings on Spec-Bench's prompts beside lookups, prompt by prompt in turn.
+
+A pair with a speculator head on Spec-Bench's prompts, beside drafts without weights: tokens per step, acceptance,
+seconds of drafting.
+  PAIR            folder of a pair; default runs/smollm2-135m-mlp-cpu/pair (`qspec run recipes/smollm2-135m-mlp-
+      cpu.yaml` makes it)
+  --draft NAME=FOLDER  instead: a draft model of `qspec train-draft` (repeatable); its rows come beside those that
+      are there
+  --per-category N   prompts of each category     --tokens N     --temperatures 0 1     --threads N
+The rows go to eval/baselines/speculator.json.
+"""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -127,7 +137,7 @@ def rows_of(runs: list[Run], requests: list[Request]) -> Iterator[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pair", type=Path, nargs="?", default=PAIR)
     parser.add_argument("--per-category", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)

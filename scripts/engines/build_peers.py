@@ -1,4 +1,10 @@
-"""Install the engines that a matrix compares, each in an environment of its own, and convert the model for each."""
+"""Install the engines that a matrix compares, each in an environment of its own, and convert the model for each.
+
+Environments and weights of the engines in eval/matrices/cpu_engines.yaml, under runs/peers: what is there is kept.
+A peer that cannot be installed or converted for is noted in runs/peers/refused.json; scripts/study engines reports it.
+  --only PATTERN   peers and weights whose name holds the regular expression      --again   those anew
+  --list           what is done        --matrix FILE    another matrix
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""The benchmark's side of the protocol of `scripts/peers/wire.py`: one process per engine, asleep unless asked."""
+"""The study's side of the protocol of `peers/wire.py`: one process per engine, asleep unless asked."""
 
 from collections.abc import Mapping, Sequence
 import contextlib

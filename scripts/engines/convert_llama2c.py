@@ -1,6 +1,6 @@
 """Write a model of llama2.c (`*.bin` and its `tok*.bin`) as an ordinary transformers folder.
 
-    python scripts/convert_llama2c.py stories260K.bin tok512.bin runs/stories260K
+    python scripts/engines/convert_llama2c.py stories260K.bin tok512.bin runs/stories260K
 
 Formats: karpathy/llama2.c, `export.py` (version 0, float32) and `tokenizer.py`.
 """

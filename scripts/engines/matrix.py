@@ -51,7 +51,7 @@ class Shape(Strict):
 class EngineSpec(Strict):
     """One loaded model in one process.
 
-    worker: the file `scripts/peers/run_<worker>.py`; peer: whose environment runs it, none: this one. speculations:
+    worker: the file `peers/run_<worker>.py`; peer: whose environment runs it, none: this one. speculations:
     by name, what the worker is told; `none` is plain decoding. They are asked for `speculate_on` alone.
     """
 

@@ -1,4 +1,12 @@
-"""Ask the engines of a matrix in turns, keep every round, and print who is fastest and how far from the original."""
+"""Ask the engines of a matrix in turns, keep every round, and print who is fastest and how far from the original.
+
+qspec beside other CPU engines on one model: speed in turns, KL on the same text; cells of
+eval/matrices/cpu_engines.yaml. Run scripts/study build_peers first. Rounds are kept in runs/bench_engines and not
+measured again; the rows go to eval/baselines/cpu_engines.json. A quiet machine is needed: see "load" in the baseline.
+  --only PATTERN   engines whose name holds the regular expression (and the baseline)    --again   measure those anew
+  --list           engines and what is done    --threads N    --rounds N    --new N   fewer tokens, for a try
+  --kl             only the distances from the original, which need no quiet machine    --speed   only the speeds
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -39,9 +47,9 @@ def missing(engine: EngineSpec, matrix: EngineMatrix) -> str | None:
     """Why an engine cannot be run here, None if it can."""
     known = refusals()
     if engine.peer is not None and not installed(engine.peer, matrix.peers[engine.peer]):
-        return known.get(engine.peer, "is not installed: run scripts/build_peers")
+        return known.get(engine.peer, "is not installed: run scripts/study build_peers")
     if engine.weights is not None and not weights_path(engine.weights).exists():
-        return known.get(engine.weights, f"has no weights {engine.weights}: run scripts/build_peers")
+        return known.get(engine.weights, f"has no weights {engine.weights}: run scripts/study build_peers")
     return None
 
 

@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run")
     parser.add_argument("--dry", action="store_true", help="tiny shapes, for the way and not for the numbers")
     parser.add_argument("--minutes", type=float, default=8.0, help="cells that would end later are skipped by name")

@@ -1,4 +1,9 @@
-"""Measure speedup by batch, prompt length and candidates beside its prediction; say from where on drafts never pay."""
+"""Measure speedup by batch, prompt length and candidates beside its prediction; say from where on drafts never pay.
+
+Where drafts stop paying: batch x prompt x candidates of eval/matrices/speculation_limits.yaml, each cell in turns with
+plain decoding, predicted beside measured; the batch from which on drafts never pay. Needs a quiet machine; resumes.
+  --matrix FILE   --only PATTERN   --again   --threads N   --out FILE (default eval/baselines/speculation_limits.json)
+"""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,12 @@
-"""Time the arms of a matrix in turns, by lengths and batch, in qspec's engine or through servers; print speedups."""
+"""Time the arms of a matrix in turns, by lengths and batch, in qspec's engine or through servers; print speedups.
+
+Speed by lengths of prompt and answer, batch and way to serve: eval/matrices/speed_cpu.yaml in qspec's own engine, or,
+with --server, what running servers do with as many requests at once (--matrix eval/matrices/speed.yaml --out FILE).
+Arms take turns; cells are kept in runs/bench_speed and not timed again; rows go to eval/baselines/speed_cpu.json.
+  --only PATTERN   subjects by name    --again   begin anew    --list   what is kept    --rows   rows of what is kept
+  --pair DIR: a pair, its target and its original; rows go to speed.json beside its results, where qspec report looks
+  --server ARM=URL (repeatable; URL up to and with /v1)    --out FILE    --report DIR    --threads N
+"""
 
 import argparse
 from collections.abc import Sequence

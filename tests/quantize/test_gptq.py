@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def refine(model: LoadedModel, rounded: QuantizedModel, rows: list[list[int]]) -> QuantizedModel:
-    """All pieces of `model` in turn, as `stages.stream` does it."""
+    """All pieces of `model` in turn, as `quantize.stream` does it."""
     states = embedded(model, rows)
     linears, choices = dict(rounded.linears), []
     for piece in pieces(model):

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from qspec.tune import measure as tune_measure
+from scripts import tune as bench_tune
 from tests.tiny import tiny_model
 from tests.tune.test_search import tuned
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script, whose neighbours are top-level modules
-from scripts import tune as bench_tune  # noqa: E402
 
 TIMED = {"times", "rounds", "prompts", "lookup"}
 

@@ -1,4 +1,4 @@
-"""The decoder in C++ (`qspec/native/`): the same numbers as `nn.decoder`, several times as many tokens a second.
+"""The decoder in C++ (`qspec/native/`): the same numbers as `nn.eager.decoder`, several times as many tokens a second.
 
 One call is one parallel region over the whole model. A row's logits do not depend on how many rows a call has, so
 greedy speculative decoding equals plain decoding bit for bit. Called through ctypes with raw pointers: the library

@@ -70,7 +70,7 @@ class CudaDecoder:
         """Pack a model onto a device, with room for `sequences` of `max_length` positions; forks beyond make more.
 
         memory_limit: bytes on the device that weights and cache may take; layers beyond it wait in host memory.
-        Raises `RecipeError` for what `cuda_model.obstacle` names, and for a limit that is too small.
+        Raises `RecipeError` for what `model.obstacle` names, and for a limit that is too small.
         """
         place, length = torch.device(device), max_length or model.arch.max_positions
         packed = load(model, place if memory_limit is None else torch.device("cpu"), dtype)

@@ -1,4 +1,4 @@
-"""A model's weights on a CUDA device, merged and packed for `ops.cuda`: what `nn.cuda_decoder` runs."""
+"""A model's weights on a CUDA device, merged and packed for `ops.cuda`: what `nn.cuda.decoder` runs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,7 +95,7 @@ def load(model: LoadedModel | QuantizedModel, device: torch.device, dtype: torch
     """Pack a model onto a device; raises `RecipeError` for one that has an `obstacle`."""
     found = obstacle(model)
     if found is not None:
-        raise RecipeError(f"model {model.arch.model_type} on CUDA", found, "use nn.decoder, which runs it on the CPU")
+        raise RecipeError(f"model {model.arch.model_type} on CUDA", found, "run it on the CPU: device cpu")
     source = _Source(model, device, dtype)
     arch = model.arch
     layers = tuple(layer_of(arch, name, source.gain, source.matrix) for name in arch.layers)

@@ -1,6 +1,6 @@
 """Attention of the newest rows over a cache, and the rotations that tell it positions.
 
-H heads, T rows, L positions in the cache, D head size; K nodes of a tree (`numerics.trees`).
+H heads, T rows, L positions in the cache, D head size; K nodes of a tree (`numerics.speculation.trees`).
 """
 
 from collections.abc import Callable

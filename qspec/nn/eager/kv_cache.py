@@ -2,7 +2,7 @@
 
 A token's codes depend on what it is and on where it stands, never on how it arrived: a cache that drafted and rolled
 back holds the same codes as one that never drafted. Per token that is plain; groups of tokens and residual windows
-keep the newest in float (`nn.kv_window`), and the decoder takes rows in the segments that `segments` names.
+keep the newest in float (`nn.eager.kv_window`), and the decoder takes rows in the segments that `segments` names.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

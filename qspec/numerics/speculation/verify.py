@@ -2,7 +2,7 @@
 
 They are two rules: the sampling rule at temperature 0 would accept ties that greedy decoding does not choose.
 Shape letters: K draft tokens, V vocabulary; `[K1]` is K + 1 rows, one per draft token and one behind the last. In a
-tree (`numerics.trees`) row 0 is behind the root and row i + 1 behind node i.
+tree (`numerics.speculation.trees`) row 0 is behind the root and row i + 1 behind node i.
 The verification of a chain reads its result on the host once, that of a tree once more for every node it tests.
 
 **Several candidates for one position** (SpecInfer, arXiv 2305.09781, section 4.3). Siblings x1, x2, … are tested in

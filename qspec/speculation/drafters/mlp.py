@@ -136,7 +136,7 @@ class _Chain:
     stages: int = 0
 
     def choose(self, best: int, probability: float, logits_1D: Tensor) -> int | None:
-        """`nn.native_heads.Choose` of this chain."""
+        """`nn.cpp.heads.Choose` of this chain."""
         self.stages += 1
         place, law_1D = best, None if self.sampling.greedy else self.sampling.law(logits_1D)
         if self.more is not None and not self.more(probability if law_1D is None else float(law_1D.max())):

@@ -1,13 +1,8 @@
 """Backends beside each other: what counts as the same."""
 
-from pathlib import Path
-import sys
-
 import pytest
 
 from qspec.errors import QspecError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))  # as for a script
 from scripts.accuracy.backends import Item, compare
 
 

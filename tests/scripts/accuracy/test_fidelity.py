@@ -22,7 +22,7 @@ def test_a_model_that_is_not_here_is_named(tmp_path: Path) -> None:
     """Catches a traceback, or a table that lacks a model without saying why."""
     (tmp_path / "matrix.yaml").write_text(MATRIX, encoding="utf-8")
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/bench_fidelity.py"), "--matrix", "matrix.yaml"],
+        [sys.executable, "-m", "scripts.accuracy.fidelity", "--matrix", "matrix.yaml"],
         cwd=tmp_path,
         env=os.environ | {"QSPEC_DATA": str(tmp_path)},
         capture_output=True,

@@ -1,17 +1,13 @@
 """Proxies beside tasks: what a scheme's row says, and how proxies are judged."""
 
-from pathlib import Path
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from qspec.eval_files import eval_dir
-from scripts.accuracy.proxy_matrix import read_proxy_matrix
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))  # as for a script
 from scripts.accuracy.proxies import answer, correlations, rows_of
+from scripts.accuracy.proxy_matrix import read_proxy_matrix
 
 
 def _record(harm: float, right: int) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 from argparse import Namespace
 from pathlib import Path
-import sys
 
 import pytest
 
 from qspec.schema.recipe import MlpDraft
+from scripts.drafts import head_targets as bench
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script, whose neighbours are top-level modules
-from scripts.drafts import head_targets as bench  # noqa: E402
 
 
 def test_the_difference_is_of_the_same_answers() -> None:

@@ -1,17 +1,15 @@
 """The benchmark of targets that are read for every pass: the rows that it makes of its runs."""
 
 from pathlib import Path
-import sys
 from typing import Any, cast
 
 import pytest
 
 from qspec.nn.cpp.offload import Reading
 from qspec.speculation.types import Generation, StepRecord
+from scripts.drafts import offload as bench_offload
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script, whose neighbours are top-level modules
-from scripts.drafts import offload as bench_offload  # noqa: E402
 
 
 def _run(seconds: float, accepted: int, read: Reading, tokens: int = 7) -> bench_offload.Run:

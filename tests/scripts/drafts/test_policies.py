@@ -1,7 +1,6 @@
 """The comparison of drafts and policies: what it keeps, and the rows that it makes of it."""
 
 from pathlib import Path
-import sys
 
 import pytest
 
@@ -9,11 +8,10 @@ from qspec.eval_files import eval_dir
 from qspec.measure.arm import Run
 from qspec.schema.results import Mismatch
 from qspec.speculation.types import Generation, StepRecord
+from scripts.drafts import policies as bench_spec
 from scripts.drafts.matrix import SpecSubject, read_spec_matrix
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script, whose neighbours are top-level modules
-from scripts.drafts import policies as bench_spec  # noqa: E402
 
 
 def _run(arm: str, prompt: int, steps: list[StepRecord]) -> Run:

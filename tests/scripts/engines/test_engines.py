@@ -14,7 +14,7 @@ from scripts.engines.matrix import read_engine_matrix
 from scripts.engines.rows import Answer, agreement, speed_row, table
 
 ROOT = Path(__file__).resolve().parents[3]
-PEERS = ROOT / "scripts/peers"
+PEERS = ROOT / "scripts/engines/peers"
 MATRIX = ROOT / "eval/matrices/cpu_engines.yaml"
 FAKE = """
 import os, sys, struct

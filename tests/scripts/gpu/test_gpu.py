@@ -10,26 +10,24 @@ import pytest
 import torch
 
 from qspec.bridges.hf import load_folder
+from scripts.gpu import cells as gpu_cells, goals as gpu_goals, models as gpu_models, run as gpu_bench
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script, whose neighbours are top-level modules
-from scripts.gpu import cells as gpu_cells, goals as gpu_goals, models as gpu_models, run as gpu_bench  # noqa: E402
 
 BARE = """
 import builtins, runpy, sys
-real, allowed = builtins.__import__, {"torch", "triton", "qspec", *sys.stdlib_module_names}
+real, allowed = builtins.__import__, {"torch", "triton", "qspec", "scripts", *sys.stdlib_module_names}
 inside = lambda name: name in ("torch", "triton") or name.startswith(("torch.", "triton."))
 def guarded(name, globals=None, locals=None, fromlist=(), level=0):
     top, caller = name.partition(".")[0], (globals or {}).get("__name__", "")
-    ours = caller == "__main__" or caller.startswith(("qspec", "gpu_"))
-    if ours and level == 0 and top not in allowed and not top.startswith("gpu_"):
+    ours = caller == "__main__" or caller.startswith(("qspec", "scripts"))
+    if ours and level == 0 and top not in allowed:
         raise ImportError(f"{caller} imports {name}, which a bare machine lacks")
     return real(name, globals, locals, fromlist, level)
 builtins.__import__ = guarded
 sys.argv = ["gpu_bench.py", *sys.argv[1:]]
-sys.path.insert(0, "scripts")
-runpy.run_path("scripts/gpu_bench.py", run_name="__main__")
+runpy.run_module("scripts.gpu.run", run_name="__main__")
 """
 
 

@@ -1,17 +1,15 @@
 """Where drafts stop paying: the prediction beside each cell, and the batch that a schedule is made of."""
 
 from pathlib import Path
-import sys
 from typing import Any
 
 import pytest
 
 from qspec.eval_files import eval_dir
+from scripts.speed import limits as bench_limits
 from scripts.speed.matrix import read_speed_matrix
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script, whose neighbours are top-level modules
-from scripts.speed import limits as bench_limits  # noqa: E402
 
 SUBJECT = next(iter(read_speed_matrix(eval_dir() / "matrices/speculation_limits.yaml").values()))
 

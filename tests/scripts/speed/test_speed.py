@@ -1,17 +1,14 @@
 """What a speed study keeps: arms of cells under the settings that decide them."""
 
 from pathlib import Path
-import sys
 
 import pytest
 
 from qspec.progress import Progress
 from qspec.schema.problems import validate
 from scripts.speed.matrix import Lengths, SpeedSubject
-from scripts.speed.study import Timed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))  # as for a script
 from scripts.speed.run import Study
+from scripts.speed.study import Timed
 
 
 def subject(**changed: object) -> SpeedSubject:

@@ -1,4 +1,14 @@
-"""Serve a pair by vLLM with the arguments that qspec emits; compare its greedy answers and acceptance with qspec's."""
+"""Serve a pair by vLLM with the arguments that qspec emits; compare its greedy answers and acceptance with qspec's.
+
+A pair in vLLM (CPU build, in an environment of its own): started with the arguments that qspec emits, asked the same
+prompts, compared with qspec's own engine in greedy answers and in acceptance. Rows go to eval/baselines/vllm_cpu.json
+(those of other pairs stay), what vLLM answered and the pairs that are made here stay in runs/integration. Exit status
+1 if answers part where no near tie explains it (scripts/vllm/near_tie.py), or acceptance differs. `scripts/study
+build_peers --only vllm` installs vLLM (3.5 GB). For the pair of a speculator head, which its plugin serves, `pip
+install --no-deps .` with the interpreter of that environment; without AVX-512 or AMX its KV must be null.
+  --target int8|float: of a small pair made here, an INT8 copy drafts (default: int8)    --pair DIR: one that exists
+  --python FILE of an environment with vLLM    --prompts N    --new N    --again: ask vLLM anew
+"""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,7 +161,7 @@ def compared(
 
 def int8_products(python: Path, pair: Path) -> Row:
     """The error of vLLM's INT8 matmul with the target's layers on this CPU."""
-    script = Path(__file__).with_name("vllm_int8.py")
+    script = Path(__file__).with_name("int8.py")
     command = [python, script, pair / "target"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     found: Row = json.loads(done.stdout.splitlines()[-1])
@@ -223,7 +233,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--target", choices=TARGETS, default="int8", help="of a small pair that is made for this")
     which.add_argument("--pair", type=Path, help="one that exists, in place of that")

@@ -1,8 +1,6 @@
 """vLLM beside qspec: where answers part, and what is held to be a near tie there."""
 
 from dataclasses import replace
-from pathlib import Path
-import sys
 
 import pytest
 import torch
@@ -11,12 +9,9 @@ from qspec.measure.arm import Request
 from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package
 from qspec.records import EMBEDDING, HEAD, QuantizedModel
+from scripts.vllm.near_tie import DRAWS, STEP, Look, Parting, judge, nudged, row  # what `integration` itself imports
+from scripts.vllm.run import INT8, parting, verdict
 from tests.pairs import halves, recipe
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))  # as for a script
-from near_tie import DRAWS, STEP, Look, Parting, judge, nudged, row  # what `integration` itself imports
-
-from scripts.vllm.integration import INT8, parting, verdict
 
 
 @pytest.fixture(scope="module")
