@@ -39,7 +39,7 @@ PARTS = 3
 
 def render(document: Document) -> str:
     """The whole page."""
-    style, script = (Path(__file__).with_name(f"report_page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    style, script = (Path(__file__).with_name(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     body = "\n".join(_run(kind, list(run)) for kind, run in groupby(document.blocks, _kind))
     lead = f'<p class="lead">{escape(document.lead)}</p>\n' if document.lead else ""
     return (

@@ -18,7 +18,7 @@ def subject(**changed: object) -> SpeedSubject:
 
 def test_what_did_not_change_is_not_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch arms that never rotate, a new batch that drops the old ones, a changed arm that keeps its numbers."""
-    monkeypatch.setattr("speed_journal.WORK", tmp_path)
+    monkeypatch.setattr("scripts.speed.journal.WORK", tmp_path)
     asked: list[tuple[str, int]] = []
 
     def measure(arm: str, lengths: Lengths, batch: int) -> Timed:
