@@ -73,6 +73,7 @@ class KVScheme:
 
     `scales` of stored ones: `calibrated` from data, `cast` (1.0), or per layer the better one (`auto`, which
     `quantize.kv_choice` resolves into `cast_layers`). Layers are numbers; those of `skip_layers` stay in float.
+    granularities: those that a measurement chooses from; `granularity` stands in for the choice until it is made.
     """
 
     fmt: NumFormat
@@ -84,6 +85,7 @@ class KVScheme:
     residual: int = 0
     skip_layers: tuple[int, ...] | Literal["auto"] = ()
     cast_layers: tuple[int, ...] = ()
+    granularities: tuple[Literal["tensor", "head", "token_head"], ...] = ()
 
     @property
     def parts(self) -> tuple[KVPart, KVPart]:
@@ -116,7 +118,12 @@ class KVScheme:
     @property
     def open(self) -> bool:
         """Whether measurements have yet to decide something."""
-        return (self.stored and self.scales == "auto") or self.skip_layers == "auto"
+        return (self.stored and self.scales == "auto") or self.skip_layers == "auto" or bool(self.granularities)
+
+    @property
+    def candidates(self) -> int:
+        """How many caches are measured to decide that; 0 where nothing is open."""
+        return max(1, len(self.granularities)) * (1 + (self.scales == "auto")) if self.open else 0
 
     @property
     def step(self) -> int:

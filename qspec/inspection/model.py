@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from qspec.numerics.quantization.affine import tensor_amax
-from qspec.numerics.quantization.distribution import channel_amax, kurtosis, median, outlier_channels, weight_sqnr_db
+from qspec.numerics.quantization.distribution import (
+    OUTLIER_RATIO,
+    channel_amax,
+    kurtosis,
+    median,
+    outlier_channels,
+    weight_sqnr_db,
+)
+from qspec.numerics.quantization.formats import INT8
 from qspec.progress import Progress
 from qspec.quantize.rtn import finite_weight
 from qspec.records import LayerStats, LoadedModel
@@ -19,12 +27,16 @@ GROUPS = (128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class Distribution:
-    """Largest magnitude, kurtosis (3: normal), and how many of the input channels are outliers."""
+    """Largest magnitude, kurtosis (3: normal), and how many of the input channels are outliers among them.
+
+    lost: channels that one INT8 scale for all rounds to 0, however many others set it: outliers need a calm majority.
+    """
 
     amax: float
     kurtosis: float
     channels: int
     outliers: int
+    lost: int
 
     @property
     def outlier_share(self) -> float:
@@ -57,10 +69,13 @@ class KVView:
 
 @dataclass(frozen=True)
 class KeyBias:
-    """Bias of one `k_proj`, by KV head: largest magnitude, and outliers among all of the layer's channels."""
+    """Bias of one `k_proj`, by KV head: largest magnitude, and how many channels it makes outliers of.
+
+    weights: what the weights add to the median channel, the deviation of keys for normed, independent inputs.
+    """
 
     name: str
-    median: float
+    weights: float
     amax: tuple[float, ...]
     outliers: tuple[int, ...]
 
@@ -117,7 +132,7 @@ def view_model(
         tied=arch.tied,
         layers=tuple(_layer(model, layer, stats) for layer in progress.track(names, "inspect", len(names), "layers")),
         kv=() if stats is None else _kv(stats),
-        k_bias=tuple(_key_bias(model.tensors, layer, arch.n_kv_heads) for layer in names if _has_bias(model, layer)),
+        k_bias=tuple(_key_bias(model, layer) for layer in names if _has_bias(model, layer)),
         calibration=calibration,
     )
 
@@ -142,7 +157,9 @@ def _layer(model: LoadedModel, name: str, stats: LayerStats | None) -> LayerView
 
 
 def _distribution(x: Tensor, amax_K: Tensor) -> Distribution:
-    return Distribution(float(tensor_amax(amax_K)), kurtosis(x), amax_K.numel(), int(outlier_channels(amax_K).sum()))
+    amax, found = tensor_amax(amax_K), int(outlier_channels(amax_K).sum())
+    lost = int(((amax_K > 0) & (amax_K < amax / INT8.qmax / 2)).sum())
+    return Distribution(float(amax), kurtosis(x), amax_K.numel(), found, lost)
 
 
 def _cost(w_NK: Tensor, name: str, group: int | None) -> float:
@@ -159,10 +176,14 @@ def _has_bias(model: LoadedModel, layer: str) -> bool:
     return layer.endswith(".k_proj") and f"{layer}.bias" in model.tensors
 
 
-def _key_bias(tensors: Mapping[str, Tensor], layer: str, heads: int) -> KeyBias:
-    bias = tensors[f"{layer}.bias"].float().abs()
-    found = outlier_channels(bias).reshape(heads, -1).sum(1)
-    return KeyBias(layer, median(bias), _floats(bias.reshape(heads, -1).amax(1)), tuple(int(n) for n in found))
+def _key_bias(model: LoadedModel, layer: str) -> KeyBias:
+    """Biases are compared with what the weights add, not with each other: all of them may be large."""
+    heads, bias_N = model.arch.n_kv_heads, model.tensors[f"{layer}.bias"].float().abs()
+    norm_K = model.tensors[f"{layer.rpartition('.self_attn.')[0]}.input_layernorm.weight"].float()
+    w_NK = model.tensors[f"{layer}.weight"].float() * (norm_K + model.arch.norm_offset)
+    weights = median(w_NK.norm(dim=1))
+    found = (bias_N > OUTLIER_RATIO * weights).reshape(heads, -1).sum(1)
+    return KeyBias(layer, weights, _floats(bias_N.reshape(heads, -1).amax(1)), tuple(int(n) for n in found))
 
 
 def _floats(values: Tensor | Sequence[float]) -> tuple[float, ...]:

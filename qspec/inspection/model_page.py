@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from qspec.inspection.cells import by_key, by_layer, chart, heads, joined, part, short, trio, two_places
 from qspec.inspection.model import SCHEMES, Distribution, KeyBias, KVView, LayerView, ModelView
 from qspec.numerics.quantization.distribution import OUTLIER_RATIO
-from qspec.readable import number
+from qspec.readable import number, percent
 from qspec.report.document import Block, Finding, Heading, Paragraph, Table
 
 OUTLIERS = f"outliers: share of input channels whose largest magnitude is above {OUTLIER_RATIO:g} times the median's"
@@ -22,7 +22,7 @@ def summary(view: ModelView) -> list[Block]:
     ]
     if view.calibration is not None:
         caption = f"What the layers are given; kurtosis of a sample of rows; {OUTLIERS}"
-        blocks += [Heading("Activations"), _spread_table(caption, kinds, _input)]
+        blocks += [Heading("Activations"), _spread_table(caption, kinds, _input), *_lost(view)]
         blocks += [Heading("Keys and values"), _kv_table(view.kv)]
     if view.k_bias:
         blocks += [Heading("Key bias"), *_key_bias(view.k_bias, view.kv)]
@@ -43,6 +43,16 @@ def _spread_table(caption: str, kinds: dict[str, list[LayerView]], part: Callabl
     )
     columns = ("", "layers", "out x in", *heads("largest"), *heads("kurtosis"), *heads("outliers, %"))
     return Table(caption, columns, rows)
+
+
+def _lost(view: ModelView) -> list[Block]:
+    """Inputs of which one scale loses whole channels, few outliers or many."""
+    shares = {x.name: _input(x).lost / _input(x).channels for x in view.layers if _input(x).lost}
+    if not shares:
+        return []
+    worst = max(shares, key=lambda name: shares[name])
+    text = f"{len(shares)} of {len(view.layers)} layers have input channels that one INT8 scale rounds to 0"
+    return [Finding("open", f"{text}, {short(worst)} {percent(shares[worst])} of them: use smoothing, or a rotation")]
 
 
 def _cost_table(kinds: dict[str, list[LayerView]]) -> Table:
@@ -77,7 +87,7 @@ def _key_bias(biases: Sequence[KeyBias], kv: Sequence[KVView]) -> list[Block]:
         (
             short(x.name),
             number(max(x.amax)),
-            f"{max(x.amax) / x.median:.0f}x" if x.median else "–",
+            f"{max(x.amax) / x.weights:.0f}x" if x.weights else "–",
             str(sum(x.outliers)),
             joined(i for i, count in enumerate(x.outliers) if count),
             number(max(keys[_attention(x.name)])) if keys else "–",
@@ -86,8 +96,10 @@ def _key_bias(biases: Sequence[KeyBias], kv: Sequence[KVView]) -> list[Block]:
         if sum(x.outliers)
     )
     if not rows:
-        return [Paragraph(f"{len(biases)} layers have one; no channel is above {OUTLIER_RATIO:g} times the median.")]
-    columns = ("", "largest", "of median", "outliers", "in KV heads", "largest key")
+        return [
+            Paragraph(f"{len(biases)} layers have one; none is above {OUTLIER_RATIO:g} times what the weights add.")
+        ]
+    columns = ("", "largest", "of weights", "outliers", "in KV heads", "largest key")
     text = f"{len(rows)} of {len(biases)} layers have outliers in their key bias: they widen the range of every key."
     return [Finding("open", text), Table("Layers whose key bias has outlier channels", columns, rows)]
 

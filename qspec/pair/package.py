@@ -20,7 +20,7 @@ from qspec.records import QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest, TokenizerInfo, Validity
 from qspec.schema.recipe import LookupDraft, MlpDraft, ModelDraft, Recipe, SelfDraft
-from qspec.schemes.exports import exports, vllm_command, vllm_speculative_config
+from qspec.schemes.exports import as_made, exports, vllm_command, vllm_speculative_config
 from qspec.schemes.footprint import footprint
 
 TARGET, DRAFT, REPORT = "target", "draft", "report"
@@ -107,7 +107,8 @@ def refuse_guessed(pair: Path) -> None:
 
 
 def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Recipe, pair: Path) -> Manifest:
-    served = exports(recipe, read_device(recipe.device), target.arch)
+    made = as_made(recipe, target, draft)
+    served = exports(made, read_device(recipe.device), target.arch)
     missing = [f"{part.part}: {part.detail}" for part in served if part.runtime == "vllm" and not part.served]
     return Manifest(
         name=recipe.name,
@@ -122,8 +123,8 @@ def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Reci
         served_by=served,
         exportable=not missing,
         reason="; ".join(missing),
-        speculation=_speculation(recipe, target),
-        vllm_speculative_config=vllm_speculative_config(recipe, DRAFT),
+        speculation=_speculation(made, target),
+        vllm_speculative_config=vllm_speculative_config(made, DRAFT),
         validity=Validity(
             device=recipe.device,
             dtype=str(stored_dtype(recipe, target)).removeprefix("torch."),

@@ -74,7 +74,7 @@ class PlannedHalf:
             rounded=rounded,
             layers=self.arch.n_layers,
             reasons=tuple(self.reasons),
-            kv_candidates=0 if kv is None or not kv.open else 1 + (kv.scales == "auto"),
+            kv_candidates=0 if kv is None else kv.candidates,
         )
 
     @property

@@ -118,6 +118,8 @@ def _kv_text(kv: KVScheme | None) -> str:
     if kv is None:
         return "not quantized"
     key, value = (_kv_part_text(part, kv.scales) for part in kv.parts)
+    if kv.granularities:
+        key = value = f"{kv.fmt.name}, a scale per layer, head, or token and head, by measured KL"
     more = {
         f"newest {kv.residual} tokens in float": kv.residual,
         f"queries rounded, a scale per {'layer' if kv.query == 'tensor' else 'head'}": kv.query,

@@ -1,12 +1,13 @@
-"""What a KV scheme leaves open, decided per layer by measurement: cast or calibrated scales, and layers left in float.
+"""What a KV scheme leaves open, decided by measurement: its granularity, cast or calibrated scales, layers in float.
 
 Every layer's cache is quantized alone, on the float model's hidden states. `kl` runs the rest of the model and takes
 the divergence of its logits (the whole model is in memory); `output` takes the relative change of what the layer hands
-on (one layer is).
+on (one layer is). A layer is compared with the others and with a fixed limit: where all are bad, none is out of line.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+import math
 from statistics import median
 from typing import Literal
 
@@ -17,17 +18,25 @@ from qspec.nn.eager.decoder import Decoder
 from qspec.plan import KVScheme, QuantPlan
 from qspec.progress import Progress
 from qspec.quantize.calibrate import calibrate
-from qspec.quantize.kv_scales import FEW, KVScales, kv_scales, listed_channels
+from qspec.quantize.kv_scales import KVScales, kv_scales, listed_channels
 from qspec.quantize.pieces import longest
 from qspec.quantize.sensitivity import Judge, judged_pieces, passed, sampled
 from qspec.records import LayerStats, LoadedModel, QuantizedModel, layer_number
 
-OUT_OF_LINE, LEAST = 10.0, 1e-4
-"""A layer stays in float when its error is above both: that many medians of all layers, and so much in itself."""
+OUT_OF_LINE, LEAST = 10.0, 0.1
+"""A layer stays in float when its error is above both: that many medians of all layers, and that share of `MOST`."""
+MOST: Mapping["Metric", float] = {"kl": 0.05, "output": 0.2}
+"""What the caches of all layers may cost together, their errors added; the worst layers beyond it stay in float.
+
+In nats a quarter of what `report.quality` lets 8 bits cost: FP8 caches of SmolLM2 cost .007 to .014, of stories260K .02
+to .07 (docs/fidelity.md), and one of .1 to .2 names half of the likeliest tokens only. The relative change of outputs
+was about four times the KL on random models.
+"""
 CHANNEL_RATIO = 8.0
 """A key channel is an outlier when its largest magnitude is that many times the median channel's of its layer."""
 
 Candidate = Literal["calibrated", "cast"]
+Metric = Literal["kl", "output"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +47,18 @@ class LayerError:
     errors: Mapping[Candidate, float]
     channels: tuple[int, ...]
 
+    @property
+    def least(self) -> float:
+        """Error under the better scales."""
+        return min(self.errors.values())
+
 
 def choose_kv(
     model: LoadedModel,
     plan: QuantPlan,
     rows: Sequence[list[int]],
     stats: LayerStats | None = None,
-    metric: Literal["kl", "output"] = "kl",
+    metric: Metric = "kl",
     progress: Progress | None = None,
 ) -> tuple[QuantPlan, tuple[str, ...]]:
     """The plan with a KV scheme that leaves nothing open, and what was chosen, in sentences.
@@ -56,50 +70,99 @@ def choose_kv(
     if stats is None and plan.kv.calibrated:
         stats = calibrate(model, rows)
     sample = sampled(rows, metric)
-    found, count = list[LayerError](), model.arch.n_layers + 1
+    open_kvs = _alternatives(plan.kv)
+    found, count = [list[LayerError]() for _ in open_kvs], model.arch.n_layers + 1
     measured = judged_pieces(model, sample, metric)
     for piece, states, _, judge in (progress or Progress(quiet=True)).track(measured, "kv", count, "layers"):
-        if piece.arch.n_layers:
-            found.append(layer_error(piece, states, plan.kv, stats, judge))
-    kv, notes = decide(plan.kv, found)
+        for layer in piece.arch.layers:
+            channels = _outlying_channels(piece, layer, states)
+            for kv, errors in zip(open_kvs, found, strict=True):
+                errors.append(LayerError(layer, _errors(piece, states, kv, stats, judge), channels))
+    which, notes = _granularity(open_kvs, found, MOST[metric])
+    kv, decided = decide(open_kvs[which], found[which], MOST[metric])
     unit = "KL in nats" if metric == "kl" else "relative change of a layer's output"
-    return replace(plan, kv=kv), (*notes, f"KV choices were measured on {sum(map(len, sample))} tokens ({unit}).")
+    told = f"KV choices were measured on {sum(map(len, sample))} tokens ({unit})."
+    whole = all(kv.skips(layer_number(layer)) for layer in model.arch.layers)
+    return replace(plan, kv=None if whole else kv), (*notes, *decided, told)
 
 
-def layer_error(
+def _errors(
     piece: LoadedModel, states: Sequence[Tensor], kv: KVScheme, stats: LayerStats | None, judge: Judge
-) -> LayerError:
-    """Errors of one decoder layer alone, `states` being hidden states `[T, hidden]` before it."""
-    (layer,) = piece.arch.layers
-    candidates: tuple[Candidate, ...] = ("calibrated", "cast") if kv.scales == "auto" else (_only(kv.scales),)
-    errors = {}
+) -> dict[Candidate, float]:
+    """Errors of one decoder layer alone by candidate scales, `states` being hidden states `[T, hidden]` before it.
+
+    An error that is no number, of logits that are none, counts as infinite.
+    """
+    both = kv.stored and kv.scales == "auto"
+    candidates: tuple[Candidate, ...] = ("calibrated", "cast") if both else (_only(kv.scales),)
+    errors: dict[Candidate, float] = {}
     for candidate in candidates:
         scheme = replace(kv, scales=candidate, skip_layers=(), cast_layers=())
         scales = kv_scales(piece.arch, scheme, stats, [])
-        errors[candidate] = judge(passed([_with_cache(piece, scheme, scales, states)], states))
-    return LayerError(layer, errors, _outlying_channels(piece, layer, states))
+        error = judge(passed([_with_cache(piece, scheme, scales, states)], states))
+        errors[candidate] = error if math.isfinite(error) else math.inf
+    return errors
 
 
-def decide(kv: KVScheme, found: Sequence[LayerError]) -> tuple[KVScheme, tuple[str, ...]]:
-    """The scheme with what the errors of all layers say, and notes. Ties stay calibrated."""
+def decide(kv: KVScheme, found: Sequence[LayerError], most: float = MOST["kl"]) -> tuple[KVScheme, tuple[str, ...]]:
+    """The scheme with what the errors of all layers say, and notes. Ties stay calibrated.
+
+    most: what layers in codes may cost together where `skip_layers` is to be found.
+    """
     notes: list[str] = []
     cast: tuple[int, ...] = ()
-    if kv.scales == "auto":
+    if kv.stored and kv.scales == "auto":
         cast = tuple(layer_number(x.layer) for x in found if x.errors["cast"] < x.errors["calibrated"])
         notes.append(f"KV scales: 1.0 (cast) in {len(cast)} of {len(found)} layers, calibrated in the others.")
-    least = {x.layer: min(x.errors.values()) for x in found}
+    least = {x.layer: x.least for x in found}
     skipped = kv.skip_layers
     if skipped == "auto":
-        limit = max(LEAST, OUT_OF_LINE * median(least.values()))
-        skipped = tuple(layer_number(layer) for layer, error in least.items() if error > limit)
-        which = ", ".join(f"{layer_number(layer)} ({error:.2g})" for layer, error in least.items() if error > limit)
-        said = f"layers {which}" if which else "no layer"
-        notes.append(f"KV in float: {said}; median error {median(least.values()):.2g}.")
+        in_float = _in_float(least, most)
+        skipped = tuple(sorted(map(layer_number, in_float)))
+        which = ", ".join(f"{layer_number(x.layer)} ({x.least:.2g})" for x in found if x.layer in in_float)
+        notes.append(f"KV in float: {f'layers {which}' if which else 'no layer'}; {_sums(least, in_float, most)}.")
     outliers = {x.layer: x.channels for x in found if x.channels}
     if outliers:
         notes.append(f"Key channels above {CHANNEL_RATIO:g} times the median: {listed_channels(outliers)}.")
     scales = "calibrated" if kv.scales == "auto" else kv.scales
     return replace(kv, scales=scales, skip_layers=skipped, cast_layers=cast), tuple(notes)
+
+
+def _alternatives(kv: KVScheme) -> list[KVScheme]:
+    """The scheme with each granularity that it leaves open, or as it is."""
+    tried = [replace(kv, granularity=granularity, granularities=()) for granularity in kv.granularities]
+    return tried or [kv]
+
+
+def _granularity(
+    open_kvs: Sequence[KVScheme], found: Sequence[Sequence[LayerError]], most: float
+) -> tuple[int, tuple[str, ...]]:
+    """Which of several schemes to take: the first that costs at most `most`, else the cheapest; and a note."""
+    costs = [
+        sum(x.least for x in errors if not kv.skips(layer_number(x.layer)))
+        for kv, errors in zip(open_kvs, found, strict=True)
+    ]
+    if len(costs) == 1:
+        return 0, ()
+    which = next((i for i, cost in enumerate(costs) if cost <= most), costs.index(min(costs)))
+    told = ", ".join(f"{kv.granularity} {cost:.2g}" for kv, cost in zip(open_kvs, costs, strict=True))
+    return which, (f"KV granularity: {open_kvs[which].granularity}, of {told} (layers added; at most {most:g}).",)
+
+
+def _in_float(least: Mapping[str, float], most: float) -> set[str]:
+    """Layers out of line, then the worst until the others cost at most `most` together."""
+    limit = max(LEAST * most, OUT_OF_LINE * median(least.values()))
+    in_float: set[str] = set()
+    for layer in sorted(least, key=lambda layer: -least[layer]):
+        if least[layer] <= limit and sum(least[other] for other in least.keys() - in_float) <= most:
+            break
+        in_float.add(layer)
+    return in_float
+
+
+def _sums(least: Mapping[str, float], in_float: set[str], most: float) -> str:
+    rest = sum(error for layer, error in least.items() if layer not in in_float)
+    return f"the others cost {rest:.2g} together (at most {most:g}), the median layer {median(least.values()):.2g}"
 
 
 def _only(scales: Literal["calibrated", "cast", "auto"]) -> Candidate:
@@ -135,5 +198,4 @@ def _outlying_channels(piece: LoadedModel, layer: str, states: Sequence[Tensor])
     decoder.observer = observe
     passed([decoder], states)
     amax = torch.stack(seen).amax(0)
-    found = (amax > CHANNEL_RATIO * amax.median()).nonzero().flatten().tolist()
-    return tuple(found) if len(found) <= FEW * len(amax) else ()
+    return tuple((amax > CHANNEL_RATIO * amax.median()).nonzero().flatten().tolist())

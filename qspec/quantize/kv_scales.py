@@ -15,8 +15,6 @@ from qspec.records import ArchMap, LayerStats, LoadedModel, layer_number
 
 BIAS_SHARE = 0.5
 """A key channel is an outlier of its bias when the bias is this much of the largest key, or more."""
-FEW = 0.05
-"""Share of the channels that outliers may be; more are no outliers."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +48,20 @@ def kv_scales(arch: ArchMap, kv: KVScheme | None, stats: LayerStats | None, note
 
 
 def key_biases(model: LoadedModel, kv: KVScheme | None, stats: LayerStats | None) -> tuple[str, ...]:
-    """A note on layers whose largest keys are the bias of a few `k_proj` channels (Qwen2), where they share a scale."""
+    """A note on layers whose largest keys are the bias of some `k_proj` channels (Qwen2), under stored scales."""
     found = {}
-    if kv is None or stats is None or kv.parts[0].granularity != "tensor":
+    if kv is None or stats is None or not kv.parts[0].stored:
         return ()
     for name, k_amax_H in stats.k_amax_H.items():
         bias = model.tensors.get(f"{name}.k_proj.bias")
         if bias is not None:
             size = bias.float().abs()
-            channels = (size >= BIAS_SHARE * k_amax_H.amax()).nonzero().flatten().tolist()
-            if channels and len(channels) <= max(1, FEW * len(size)):
+            if channels := (size >= BIAS_SHARE * k_amax_H.amax()).nonzero().flatten().tolist():
                 found[name] = channels
     if not found:
         return ()
-    return (f"Key outliers from k_proj.bias: {listed_channels(found)}. One scale per layer loses the smaller keys.",)
+    why = "rounding keys of that size can change scores by more than the others say: see kv.granularity: auto"
+    return (f"Key outliers from k_proj.bias: {listed_channels(found)}; {why}.",)
 
 
 def listed_channels(found: Mapping[str, Sequence[int]], most: int = 8) -> str:

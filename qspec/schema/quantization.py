@@ -108,10 +108,11 @@ class KVSpec(Strict):
     tensor, head: stored scales, `calibrated` on data, `cast` (1.0), or per layer the one of less measured KL (`auto`).
     token_head: a scale per token and head, made at run time. channel: one per channel and `group` tokens.
     residual: newest tokens kept in float. query: also round queries, with stored scales. skip_layers: kept in float.
+    granularity auto: tensor, head or token_head by measured KL, and in float what none of them holds.
     """
 
     format: Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4"] = "fp8_e4m3"
-    granularity: Literal["tensor", "head", "token_head"] = "tensor"
+    granularity: Literal["tensor", "head", "token_head", "auto"] = "tensor"
     scales: Literal["calibrated", "cast", "auto"] = "calibrated"
     key: KVPartSpec | None = None
     value: KVPartSpec | None = None
@@ -124,6 +125,15 @@ class KVSpec(Strict):
         if self.format in ("int8", "int4") and self.granularity != "token_head":
             rule = f"{self.format} KV has no static scales in any runtime"
             raise ValueError(f"{rule}; set granularity: token_head, or fp8_e4m3")
+        return self
+
+    @model_validator(mode="after")
+    def _auto_has_a_choice(self) -> "KVSpec":
+        for name in ("key", "value", "query") if self.granularity == "auto" else ():
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"granularity: auto chooses for keys and values alike; leave {name} out, or name a granularity"
+                )
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from qspec.bridges.compressed import refuse_tied_head
 from qspec.errors import RecipeError
@@ -18,6 +19,8 @@ BLOCK = 128
 """Rows and columns of an FP8_BLOCK tile, and the activation group beside it: the only size that servers run."""
 
 
+KV_GRANULARITIES: tuple[Literal["tensor", "head", "token_head"], ...] = ("tensor", "head", "token_head")
+"""What `kv.granularity: auto` tries, in order of preference: fewer scales, and more servers that read them."""
 INDEXED = 1 << 15
 """Values of a block among which KV outliers are indexed by int16."""
 
@@ -155,8 +158,10 @@ def kv_scheme(spec: KVSpec | None) -> KVScheme | None:
         return None
     key, value = (_kv_part(part) for part in (spec.key, spec.value))
     skipped = spec.skip_layers if spec.skip_layers == "auto" else tuple(sorted(set(spec.skip_layers)))
-    how = (FORMATS[spec.format], spec.granularity, spec.scales)
-    return KVScheme(*how, key, value, spec.query, spec.residual, skipped)
+    kv = KVScheme(FORMATS[spec.format], "tensor", spec.scales, key, value, spec.query, spec.residual, skipped)
+    if spec.granularity == "auto":
+        return replace(kv, granularities=KV_GRANULARITIES, skip_layers=skipped or "auto")
+    return replace(kv, granularity=spec.granularity)
 
 
 def _kv_part(spec: KVPartSpec | None) -> KVPart | None:

@@ -159,9 +159,9 @@ def _kv_findings(sheet: DeviceSheet, kv: KVScheme, arch: ArchMap | None) -> Iter
     if key.fmt.is_float and sm is not None and sm < ADA:
         fix = "use kv: {format: int8, granularity: token_head}"
         yield Finding("warning", value, "fast attention kernels read FP8 KV from SM89 on", fix)
-    if key.fmt.is_float and key.granularity == "tensor" and arch is not None and arch.qkv_bias:
-        rule = "key biases (Qwen2 family) make outliers that one FP8 scale per layer can lose"
-        fix = "use skip_layers: auto, granularity: head, or kv: null; the report measures the KL either way"
+    if key.fmt.is_float and key.stored and not kv.open and arch is not None and arch.qkv_bias:
+        rule = "key biases (Qwen2 family) make keys so large that rounding them to FP8 can change every score"
+        fix = "use granularity: auto or skip_layers: auto, which measure it, or kv: null"
         yield Finding("warning", value, rule, fix)
     if key.granularity == "token_head" and sm is None and reason is None:
         rule = "vLLM on CPU loads per-token-head KV without error and then writes garbage (qspec's own engine runs it)"

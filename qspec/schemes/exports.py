@@ -6,11 +6,11 @@ from typing import Any
 
 from qspec.bridges.vllm.heads import FOLDER_KEY, PROPOSER
 from qspec.plan import KVScheme
-from qspec.records import ArchMap
+from qspec.records import ArchMap, QuantizedModel
 from qspec.schema.devices import ADA, DeviceSheet, read_device
 from qspec.schema.manifest import Served
 from qspec.schema.quantization import KVSpec, QuantSpec
-from qspec.schema.recipe import MlpDraft, ModelDraft, NgramDraft, Recipe, SelfDraft, SuffixDraft
+from qspec.schema.recipe import MlpDraft, ModelDraft, ModelSpec, NgramDraft, Recipe, SelfDraft, SuffixDraft
 from qspec.schemes.build import build_plan, kv_scheme
 from qspec.schemes.device_rules import kv_flag, refusal, skip_flag
 
@@ -35,6 +35,22 @@ _IGNORES_TRANSFORMS = "loads without rotation.r4's transform (it ignores transfo
 def exports(recipe: Recipe, sheet: DeviceSheet, arch: ArchMap | None = None) -> tuple[Served, ...]:
     """Every part of the pair on vLLM and transformers; the manifest stores the same lines. `arch`: the target's."""
     return (*_vllm(recipe, sheet), *_transformers(recipe, arch))
+
+
+def as_made(recipe: Recipe, target: QuantizedModel, draft: QuantizedModel | None) -> Recipe:
+    """The recipe with the KV caches that measurements gave its halves, in place of what it left open."""
+    made: dict[str, ModelSpec | SelfDraft] = {"target": _with_kv(recipe.target, target)}
+    if draft is not None and isinstance(recipe.draft, ModelDraft | SelfDraft):
+        made["draft"] = _with_kv(recipe.draft, draft)
+    return recipe.model_copy(update=made)
+
+
+def _with_kv(half: ModelSpec | SelfDraft, model: QuantizedModel) -> ModelSpec | SelfDraft:
+    spec, kv = half.quantization, model.plan.kv
+    if spec.kv is None or "auto" not in (spec.kv.granularity, spec.kv.skip_layers):
+        return half
+    decided = kv and spec.kv.model_copy(update={"granularity": kv.granularity, "skip_layers": kv.skip_layers})
+    return half.model_copy(update={"quantization": spec.model_copy(update={"kv": decided})})
 
 
 def vllm_speculative_config(recipe: Recipe, draft: str = "draft") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from qspec.records import QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.schemes.device_rules import kv_flag
-from qspec.schemes.exports import HALF, exports, vllm_arguments
+from qspec.schemes.exports import HALF, as_made, exports, vllm_arguments
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     `IntegrityError`, and `PairError` for what vLLM cannot serve of it.
     """
     manifest, (_, halves) = read_manifest(pair), examine(pair)
-    recipe = Recipe.model_validate(manifest.recipe)
     target = halves["target"]
+    recipe = as_made(Recipe.model_validate(manifest.recipe), target, halves.get("draft"))
     parts = [part for part in exports(recipe, read_device(recipe.device), target.arch) if part.runtime == "vllm"]
     parts = [part for part in parts if draft or part.part != "draft"]
     for part in parts:

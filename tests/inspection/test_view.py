@@ -182,6 +182,36 @@ def test_text_shows_activations_keys_and_the_key_bias(tmp_path: Path, text: str)
     assert row[4] == "1"
 
 
+def test_key_biases_in_all_channels_are_outliers_too(tmp_path: Path, text: str):
+    """Would catch a rule by medians alone, which finds nothing where every channel has a bias, or every layer has."""
+    folder = tiny_model("qwen2", tmp_path / "model")
+    for layer in (0, 1):
+        change(folder, f"model.layers.{layer}.self_attn.k_proj.bias", lambda bias: bias.fill_(200.0))
+    view = model_view(folder, text)
+    assert [bias.outliers for bias in view.k_bias] == [(16, 16), (16, 16)]
+    findings = [block.text for block in document(view).blocks if isinstance(block, Finding)]
+    assert any(found.startswith("2 of 2 layers have outliers in their key bias") for found in findings)
+
+
+@pytest.mark.parametrize(("large", "outliers"), [(1, 1), (40, 0)])
+def test_channels_that_one_scale_loses_are_told(large: int, outliers: int, tmp_path: Path, text: str):
+    """Would catch inputs called even because most channels are huge: 40 of 64, and the others round to 0."""
+    folder = tiny_model("llama", tmp_path / "model")
+
+    def widen(gain: Tensor) -> Tensor:
+        gain[:large] *= 1e5
+        return gain
+
+    change(folder, "model.layers.1.input_layernorm.weight", widen)
+    view = model_view(folder, text)
+    found = {layer.name: layer.input for layer in view.layers}["model.layers.1.self_attn.q_proj"]
+    assert found is not None
+    assert (found.outliers, found.lost) == (outliers, 64 - large)
+    findings = [block.text for block in document(view).blocks if isinstance(block, Finding)]
+    share = f"{100 * (64 - large) / 64:.1f}"
+    assert any(share in line and "rounds to 0" in line for line in findings)
+
+
 # A pair.
 
 

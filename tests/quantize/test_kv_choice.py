@@ -1,19 +1,28 @@
 """Cast or calibrated, float or codes: what measurement decides per layer."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from pydantic import ValidationError
 import pytest
 import torch
 
 from qspec.bridges.hf import load_folder
+from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.quantization.formats import FP8_E4M3
+from qspec.numerics.statistics.fidelity import kl_divergence
 from qspec.plan import KVScheme, QuantPlan
 from qspec.quantize import kv_choice
 from qspec.quantize.calibrate import calibrate
 from qspec.quantize.kv_choice import LayerError, choose_kv, decide
 from qspec.quantize.kv_scales import key_biases, kv_scales
+from qspec.quantize.rtn import quantize
+from qspec.records import LayerStats, LoadedModel
+from qspec.schema.quantization import KVSpec
+from qspec.schemes.build import kv_scheme
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 ROWS = torch.randint(5, VOCAB_SIZE, (4, 24), generator=torch.Generator().manual_seed(0)).tolist()
@@ -40,8 +49,90 @@ def test_layers_out_of_line_stay_in_float(worst: float, skipped: tuple[int, ...]
     """Catches a layer skipped for being the worst by a little, or for an error that nobody would see."""
     kv, _ = decide(AUTO, errors(*[(1e-3, 1e-3)] * 3, (worst, 1.0), (1e-3, 1e-3)))
     assert kv.skip_layers == skipped
-    tiny, _ = decide(AUTO, errors(*[(1e-9, 1e-9)] * 3, (9e-5, 1.0), (1e-9, 1e-9)))
+    tiny, _ = decide(AUTO, errors(*[(1e-9, 1e-9)] * 3, (4e-3, 1.0), (1e-9, 1e-9)))
     assert tiny.skip_layers == ()
+
+
+@pytest.mark.parametrize(
+    ("layers", "skipped"),
+    [
+        ([0.12, 0.023, 0.014, 0.002], (0,)),  # key biases of 200 in every layer: the worst is 6 medians away
+        ([0.02] * 4, (0, 1)),  # all alike
+        ([0.0021] * 40, tuple(range(17))),  # none is bad, all together are
+        ([math.inf, math.inf], (0, 1)),  # logits that are no numbers
+    ],
+)
+def test_layers_of_which_none_is_out_of_line_stay_in_float(layers: list[float], skipped: tuple[int, ...]) -> None:
+    """Catches a rule by medians alone: where every layer is bad it keeps none in float, and the pair was published."""
+    kv, notes = decide(AUTO, errors(*((error, math.inf) for error in layers)))
+    assert kv.skip_layers == skipped
+    assert sum(error for i, error in enumerate(layers) if i not in skipped) <= kv_choice.MOST["kl"]
+    assert "at most 0.05" in notes[1]
+
+
+def biased(model: LoadedModel, channels: Iterable[int], size: float) -> LoadedModel:
+    """The model with a key bias of `size` in `channels` of every layer."""
+    tensors = dict(model.tensors)
+    for layer in model.arch.layers:
+        name = f"{layer}.self_attn.k_proj.bias"
+        tensors[name] = tensors[name].index_fill(0, torch.tensor(list(channels)), size)
+    return replace(model, tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "chosen"),
+    [((), 0.0, "fp8_e4m3 tensor"), ((3,), 200.0, "fp8_e4m3 token_head"), (range(32), 200.0, None)],
+)
+@pytest.mark.parametrize("spec", [{"granularity": "auto"}, {"skip_layers": "auto"}])
+def test_what_is_advised_against_key_biases_works(
+    channels: Iterable[int], size: float, chosen: str | None, spec: dict[str, str], tmp_path: Path
+) -> None:
+    """Catches advice that changes nothing: with biases in all layers, neither a scale per head nor `skip_layers: auto`
+    brought the KL down. And float layers, or scales made at run time, for a model that needs none.
+    """
+    model = load_folder(tiny_model("qwen2", tmp_path, num_hidden_layers=3))
+    model = biased(model, channels, size) if channels else model
+    stats = calibrate(model, ROWS)
+    plan, _ = choose_kv(model, QuantPlan(None, kv=kv_scheme(KVSpec.model_validate(spec))), ROWS, stats)
+    assert plan.kv is not None
+    assert not plan.kv.open
+    if "granularity" in spec and chosen:
+        assert plan.kv.label == chosen
+    if not channels:
+        assert plan.kv.skip_layers == ()
+    kl = [divergence(model, stats, kv) for kv in (KVScheme(FP8_E4M3, "tensor"), plan.kv)]
+    assert kl[1] < 2 * kv_choice.MOST["kl"]  # errors add up, but for what they do to each other
+    assert kl[1] < 0.4 * kl[0] or not channels
+
+
+def divergence(model: LoadedModel, stats: LayerStats, kv: KVScheme) -> float:
+    """KL of the model with that cache to the float one, nats per token of `ROWS`."""
+    quantized = Decoder.from_quantized(quantize(model, stats, QuantPlan(None, kv=kv)), max_length=32)
+    plain, found = Decoder.from_float(model, max_length=32), list[torch.Tensor]()
+    for row in ROWS:
+        for decoder in (plain, quantized):
+            decoder.truncate(0)
+        found.append(kl_divergence(*(decoder.forward(torch.tensor(row)) for decoder in (plain, quantized))))
+    return float(torch.cat(found).mean())
+
+
+def test_a_cache_that_nothing_holds_stays_in_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a cache that is quantized in no layer and declared all the same."""
+    model = biased(load_folder(tiny_model("qwen2", tmp_path)), range(32), 1e3)
+    monkeypatch.setattr(kv_choice, "MOST", {"kl": 0.0})
+    plan, notes = choose_kv(model, QuantPlan(None, kv=kv_scheme(KVSpec(granularity="auto"))), ROWS)
+    assert plan.kv is None
+    assert any(note.startswith("KV granularity: ") for note in notes)
+    assert any(note.startswith("KV in float: layers 0 (") for note in notes)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"format": "int8"}, {"query": "tensor"}, {"key": {"format": "int8", "granularity": "token_head"}}]
+)
+def test_a_granularity_that_cannot_be_chosen_is_refused(fields: dict[str, Any]) -> None:
+    """Catches a choice among granularities that leaves keys, or rounded queries, without what they need."""
+    with pytest.raises(ValidationError):
+        KVSpec.model_validate({"granularity": "auto", **fields})
 
 
 @pytest.mark.parametrize(("metric", "factor"), [("kl", 5.0), ("output", 10.0)])
@@ -62,7 +153,7 @@ def test_a_key_bias_is_found_and_reacted_to(
     assert any(note.startswith("KV in float: layers 2 (") for note in notes)
     (note,) = key_biases(model, plan.kv, stats)
     assert "layer 2 (channels 3)" in note
-    assert key_biases(model, replace(plan.kv, granularity="head"), stats) == ()
+    assert key_biases(model, replace(plan.kv, granularity="token_head"), stats) == ()
     scales = kv_scales(model.arch, plan.kv, stats, [])
     assert [layer for layer in model.arch.layers if f"{layer}.self_attn" not in scales.k] == ["model.layers.2"]
 
