@@ -29,8 +29,8 @@ from qspec.provenance import (
     sole_writer,
     staged_dir,
 )
-from qspec.quantize.gptq import require_judge
-from qspec.quantize.job import Calibration, quantize_model, quantized_half
+from qspec.quantization.gptq import require_judge
+from qspec.quantization.job import Calibration, quantize_model, quantized_half
 from qspec.records import QuantizedModel
 from qspec.report.page import report
 from qspec.schema.recipe import (

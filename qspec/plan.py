@@ -72,7 +72,7 @@ class KVScheme:
     """KV-cache format; `key` and `value` are what differs from `fmt` and `granularity`.
 
     `scales` of stored ones: `calibrated` from data, `cast` (1.0), or per layer the better one (`auto`, which
-    `quantize.kv_choice` resolves into `cast_layers`). Layers are numbers; those of `skip_layers` stay in float.
+    `quantization.kv_choice` resolves into `cast_layers`). Layers are numbers; those of `skip_layers` stay in float.
     granularities: those that a measurement chooses from; `granularity` stands in for the choice until it is made.
     """
 

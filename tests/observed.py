@@ -18,7 +18,7 @@ def load(folder: Path) -> LoadedModel:
 
 
 def observe(folder: Path, rows: list[list[int]] | None = None) -> LayerStats:
-    """What `quantize.calibrate` would see. Keys count before rotation: their range is close enough for tests."""
+    """What `quantization.calibrate` would see. Keys count before rotation: their range is close enough for tests."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

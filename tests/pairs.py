@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from qspec.models.layers import truncate_layers
-from qspec.quantize.job import fuse
-from qspec.quantize.rtn import quantize
+from qspec.quantization.job import fuse
+from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe

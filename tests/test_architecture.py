@@ -7,6 +7,8 @@ from pathlib import Path
 import subprocess
 import sys
 
+import qspec
+
 ROOT = Path(__file__).resolve().parents[1]
 MOST_FILES = 17
 """Files that a room may hold beside its `__init__.py`."""
@@ -17,7 +19,7 @@ LAYERS = (
     ("nn", "records"),
     ("speculation", "bridges"),
     ("models", "schemes"),
-    ("quantize", "pair"),
+    ("quantization", "pair"),
     ("planning", "train", "serving"),
     ("measure",),
     ("report",),
@@ -92,6 +94,11 @@ def test_rooms_are_small_and_named():
     files = Counter(path.parent for path in FILES.values() if path.name != "__init__.py")
     assert {str(folder.relative_to(ROOT)): n for folder, n in files.items() if n > MOST_FILES} == {}
     assert [folder for folder in files if not ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))] == []
+
+
+def test_no_room_hides_a_public_function():
+    """Would catch a room named as a function of `import qspec`, which its first import puts a module in place of."""
+    assert LEVEL.keys().isdisjoint(qspec.__all__)
 
 
 def test_no_cycles():

@@ -22,9 +22,9 @@ from qspec.models.layers import truncate_layers
 from qspec.models.vocab import match_rows
 from qspec.pair.open import open_pair
 from qspec.pair.package import package
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.job import fuse
-from qspec.quantize.rtn import quantize
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.job import fuse
+from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe

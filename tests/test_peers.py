@@ -35,16 +35,16 @@ from qspec.pair.package import package
 from qspec.plan import KVScheme, QuantPlan
 from qspec.planning.planned import resolve
 from qspec.progress import Progress
-from qspec.quantize import gptq as sequential
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.job import fuse
-from qspec.quantize.kv_choice import LayerError, choose_kv, decide
-from qspec.quantize.kv_scales import key_biases
-from qspec.quantize.pieces import Store
-from qspec.quantize.rotate import prepare
-from qspec.quantize.rtn import quantize, unseen_experts
-from qspec.quantize.smooth import transform
-from qspec.quantize.stream import Job, stream
+from qspec.quantization import gptq as sequential
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.job import fuse
+from qspec.quantization.kv_choice import LayerError, choose_kv, decide
+from qspec.quantization.kv_scales import key_biases
+from qspec.quantization.pieces import Store
+from qspec.quantization.rotate import prepare
+from qspec.quantization.rtn import quantize, unseen_experts
+from qspec.quantization.smooth import transform
+from qspec.quantization.stream import Job, stream
 from qspec.records import EMBEDDING, LoadedModel, QLinear, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.manifest import Half, Manifest, TokenizerInfo, Validity

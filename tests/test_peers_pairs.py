@@ -31,9 +31,9 @@ from qspec.planning.compatibility import compatibility
 from qspec.planning.planned import resolve
 from qspec.planning.remarks import remarks
 from qspec.progress import Progress
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.job import fuse
-from qspec.quantize.rtn import quantize
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.job import fuse
+from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.report.verdict import blockers, findings, lost_acceptance
 from qspec.schema.quantization import QuantSpec

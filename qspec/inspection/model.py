@@ -16,7 +16,7 @@ from qspec.numerics.quantization.distribution import (
 )
 from qspec.numerics.quantization.formats import INT8
 from qspec.progress import Progress
-from qspec.quantize.rtn import finite_weight
+from qspec.quantization.rtn import finite_weight
 from qspec.records import LayerStats, LoadedModel
 from qspec.schemes.build import layer_scheme
 

@@ -13,10 +13,10 @@ from qspec.inspection.model import fitting_group
 from qspec.models.load import load, resolve_arch
 from qspec.planning.planned import resolve_model, stored_width
 from qspec.progress import Progress
-from qspec.quantize.allocate import Solution, assumed_plan, best_uniform, solve
-from qspec.quantize.rotate import prepare, prepared_arch
-from qspec.quantize.sensitivity import kept_scores
-from qspec.quantize.units import candidate_schemes, labels
+from qspec.quantization.allocate import Solution, assumed_plan, best_uniform, solve
+from qspec.quantization.rotate import prepare, prepared_arch
+from qspec.quantization.sensitivity import kept_scores
+from qspec.quantization.units import candidate_schemes, labels
 from qspec.readable import number, size
 from qspec.records import ArchMap
 from qspec.report.document import Block, Document, Heading, Table

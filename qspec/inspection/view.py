@@ -17,7 +17,7 @@ from qspec.inspection.pair import PairView, read_half, view_half
 from qspec.models.load import load
 from qspec.pair.check import read_manifest
 from qspec.progress import Progress
-from qspec.quantize.calibrate import calibrate
+from qspec.quantization.calibrate import calibrate
 from qspec.readable import size
 from qspec.records import Tokenizer
 from qspec.report.document import Block, Details, Document, Heading, Table

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from qspec.numerics.quantization.clipping import SHRINK
 from qspec.numerics.roofline import PassCost
-from qspec.quantize.calibrate import KEEP_ROWS
-from qspec.quantize.sensitivity import TOKENS
+from qspec.quantization.calibrate import KEEP_ROWS
+from qspec.quantization.sensitivity import TOKENS
 from qspec.schema.devices import read_device
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import MMLU_PRO_SUBJECTS, NgramDraft, Recipe, TaskSpec

@@ -17,9 +17,9 @@ from qspec.numerics.roofline import prefill_seconds
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.planning.duration import HalfCost, Step, steps
 from qspec.planning.forecast import CONTEXT, Duo, rates
-from qspec.quantize.allocate import assumed_plan
-from qspec.quantize.rotate import prepared_arch
-from qspec.quantize.units import candidate_schemes
+from qspec.quantization.allocate import assumed_plan
+from qspec.quantization.rotate import prepared_arch
+from qspec.quantization.units import candidate_schemes
 from qspec.records import ArchMap
 from qspec.schema.datasets import dataset
 from qspec.schema.devices import DeviceSheet, read_device

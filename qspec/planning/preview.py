@@ -14,7 +14,7 @@ from qspec.planning.duration import basis
 from qspec.planning.forecast import ALPHAS, CONTEXT, gain
 from qspec.planning.planned import PlannedHalf, PlannedPair, resolve
 from qspec.planning.remarks import remarks
-from qspec.quantize.units import candidate_schemes
+from qspec.quantization.units import candidate_schemes
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import MlpDraft, Recipe
 from qspec.schemes.build import scheme_label

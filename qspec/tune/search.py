@@ -16,7 +16,7 @@ from qspec.planning.planned import require_trained
 from qspec.planning.tune_space import space_of
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment, sole_writer
-from qspec.quantize.job import Calibration, quantized_half
+from qspec.quantization.job import Calibration, quantized_half
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.report.render import html as report_html
 from qspec.schema.devices import read_device

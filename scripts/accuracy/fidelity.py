@@ -31,7 +31,7 @@ from qspec.nn.eager.decoder import Decoder
 from qspec.nn.lm import LM
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
-from qspec.quantize.job import Calibration, quantize_model
+from qspec.quantization.job import Calibration, quantize_model
 from qspec.records import LoadedModel
 from qspec.schema.recipe import FusionSpec
 from qspec.schemes.build import build_plan, resolve_plan

@@ -27,7 +27,7 @@ from qspec.nn.lm import LM
 from qspec.numerics.statistics.paired import rank_correlation, rank_interval
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
-from qspec.quantize.job import Calibration, quantize_model
+from qspec.quantization.job import Calibration, quantize_model
 from qspec.records import LoadedModel, Tokenizer
 from qspec.schema.recipe import CalibrationSpec, FusionSpec, ModelSpec
 from scripts.accuracy.proxy_matrix import ProxyMatrix, read_proxy_matrix

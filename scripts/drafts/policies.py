@@ -29,7 +29,7 @@ from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.pair.drafters import Drafters, draft_policy
 from qspec.progress import Progress
 from qspec.provenance import environment
-from qspec.quantize.job import Calibration, quantize_model
+from qspec.quantization.job import Calibration, quantize_model
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import ModelDraft, Recipe, SelfDraft

@@ -32,7 +32,7 @@ from qspec.pair.check import read_manifest
 from qspec.pair.drafters import Drafters, request_policy
 from qspec.progress import Progress
 from qspec.provenance import environment
-from qspec.quantize.job import Calibration, quantize_model
+from qspec.quantization.job import Calibration, quantize_model
 from qspec.records import LoadedModel, Tokenizer
 from qspec.report.files import STUDY, results_file
 from qspec.report.page import write

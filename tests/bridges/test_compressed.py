@@ -17,8 +17,8 @@ from qspec.numerics.quantization.blocks import PerGroup
 from qspec.numerics.quantization.formats import INT4, SCALE_FLOOR
 from qspec.numerics.quantization.outliers import same_matrix
 from qspec.plan import LayerScheme, QuantPlan, Rule, TensorScheme
-from qspec.quantize.job import fuse
-from qspec.quantize.rtn import quantize
+from qspec.quantization.job import fuse
+from qspec.quantization.rtn import quantize
 from qspec.records import QLinear, QuantizedModel
 from qspec.schema.quantization import ClipSpec, KVSpec, OutlierSpec, QuantSpec, RuleSpec
 from qspec.schemes.build import build_plan, layer_scheme

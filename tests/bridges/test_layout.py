@@ -14,9 +14,9 @@ from qspec.bridges.tensors import SINGLE, read_tensors, write_tensors
 from qspec.errors import OutputError, SourceError
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.quantization.outliers import same_matrix
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.job import fuse
-from qspec.quantize.rtn import quantize
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.job import fuse
+from qspec.quantization.rtn import quantize
 from qspec.records import QLinear, QuantizedModel
 from qspec.schema.quantization import KVSpec, OutlierSpec, QuantSpec, RuleSpec
 from qspec.schemes.build import build_plan

@@ -7,7 +7,7 @@ import torch
 
 from qspec.bridges import compressed, oneshot
 from qspec.errors import RecipeError
-from qspec.quantize.rtn import quantize
+from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel
 from qspec.schema.quantization import ClipSpec, KVSpec, QuantSpec, RuleSpec
 from qspec.schemes.build import build_plan

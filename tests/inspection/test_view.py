@@ -22,7 +22,7 @@ from qspec.inspection.view import as_data, document, inspect
 from qspec.pair.package import package
 from qspec.plan import KVScheme
 from qspec.progress import Progress
-from qspec.quantize.rtn import quantize
+from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.report.document import Bars, Details, Document, Finding, Table
 from qspec.report.render import html as report_html, markdown as report_markdown, text as report_text

@@ -11,8 +11,8 @@ from qspec.models.vocab import match_rows, real_vocab
 from qspec.nn.eager.decoder import Decoder
 from qspec.pair.open import open_pair
 from qspec.pair.package import package
-from qspec.quantize.job import fuse
-from qspec.quantize.rtn import quantize
+from qspec.quantization.job import fuse
+from qspec.quantization.rtn import quantize
 from qspec.records import ArchMap, LoadedModel
 from qspec.schema.recipe import Recipe
 from qspec.schemes.build import build_plan

@@ -16,8 +16,8 @@ from qspec.nn.eager.kv_cache import QuantizedKVCache
 from qspec.nn.lm import BatchLM, TreeLM
 from qspec.nn.reuse import PrefixReuse
 from qspec.numerics.speculation.trees import branches, path_to
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.rtn import quantize
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schemes.build import build_plan

@@ -12,7 +12,7 @@ from qspec.errors import IntegrityError, OutputError, PairError
 from qspec.pair import package as package_stage
 from qspec.pair.check import check, read_manifest
 from qspec.pair.package import package, seal, stored_bytes
-from qspec.quantize.rtn import quantize
+from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.schemes.build import build_plan
 from tests.observed import load, observe

@@ -14,7 +14,7 @@ from qspec.measure.fidelity import measure_fidelity
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.quantization.affine import QTensor
 from qspec.progress import Progress
-from qspec.quantize.rtn import quantize
+from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.report.gate import Outcome, judge, parse
 from qspec.schema.quantization import QuantSpec

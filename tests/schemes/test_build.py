@@ -9,7 +9,7 @@ from qspec.numerics.quantization.blocks import PerBlock, PerChannel, PerGroup, P
 from qspec.numerics.quantization.clipping import Clip
 from qspec.numerics.quantization.formats import FP8_E5M2, INT8
 from qspec.plan import TensorScheme
-from qspec.quantize.units import candidate_schemes
+from qspec.quantization.units import candidate_schemes
 from qspec.records import ArchMap
 from qspec.schema.quantization import ClipSpec, KVSpec, MixedSpec, QuantSpec, RuleSpec, SmoothingSpec
 from qspec.schemes.build import build_plan, layer_scheme, needs_statistics, resolve_plan, scheme_label, validate_plan

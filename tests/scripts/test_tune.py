@@ -44,7 +44,7 @@ def test_again_measures_seconds_anew_and_nothing_else(tmp_path: Path, monkeypatc
     assert search() == first
     monkeypatch.setattr(tune_measure, "laws", spent)
     monkeypatch.setattr(tune_measure, "measure_fidelity", spent)
-    monkeypatch.setattr("qspec.quantize.job.quantize_model", spent)
+    monkeypatch.setattr("qspec.quantization.job.quantize_model", spent)
     again = search("--again")
     assert again.keys() == first.keys()
     renewed = {name for name in first if first[name] != again[name]}

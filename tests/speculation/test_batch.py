@@ -10,8 +10,8 @@ import torch
 from qspec.bridges.hf import load_folder
 from qspec.errors import RecipeError
 from qspec.nn.eager.decoder import Decoder
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.rtn import quantize
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.rtn import quantize
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schemes.build import build_plan
 from qspec.speculation.batch import Batch, Prompt, generate_batch

@@ -17,8 +17,8 @@ from qspec.nn.cuda.loop import CudaLoop, Greedy, Rule, Sampled, Synthetic
 from qspec.nn.cuda.model import load
 from qspec.nn.cuda.passes import Passes
 from qspec.nn.eager.decoder import Decoder
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.rtn import quantize
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schemes.build import build_plan

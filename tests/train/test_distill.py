@@ -130,8 +130,8 @@ def test_two_processes_train_what_one_does(tmp_path, tiny, parts):
         import sys
         from pathlib import Path
         import torch
-        from qspec.stages.processes import processes
-        from tests.stages.test_distill import trained
+        from qspec.train.processes import processes
+        from tests.train.test_distill import trained
         tiny, folder = map(Path, sys.argv[1:])
         with processes() as rank:
             module, _ = trained(tiny, torch.load(folder / "parts.pt", weights_only=False), folder)

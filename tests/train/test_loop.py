@@ -16,14 +16,13 @@ from qspec.bridges import compressed
 from qspec.errors import OutputError, RecipeError, SourceError
 from qspec.nn.engines import open_decoder
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
-from qspec.pair import head as speculator_head
 from qspec.progress import Progress
 from qspec.records import EMBEDDING
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe
 from qspec.schema.training import TrainingData, TrainingSpec
 from qspec.speculation.drafters.mlp import MlpDrafter
-from qspec.train import loop as train_draft
+from qspec.train import head as speculator_head, loop as train_draft
 from qspec.train.data import Rollout, both_stages, make_data
 from qspec.train.head import HeadLearner
 from qspec.train.head_data import draft_ids, frequent_ids, lay_out, split
@@ -110,8 +109,8 @@ def test_two_processes_train_what_one_does(tmp_path):
         import sys
         from pathlib import Path
         import torch
-        from qspec.stages.processes import processes
-        from tests.stages.test_train_draft import trained
+        from qspec.train.processes import processes
+        from tests.train.test_loop import trained
         with processes() as rank:
             head, _ = trained(Path(sys.argv[1]))
             if rank == 0:

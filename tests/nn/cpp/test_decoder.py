@@ -26,8 +26,8 @@ from qspec.numerics.speculation.trees import path_to
 from qspec.ops import native_library, reference
 from qspec.ops.native_library import NoLibrary
 from qspec.plan import TensorScheme
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.rtn import quantize
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.rtn import quantize
 from qspec.records import LayerStats, LoadedModel, QLinear, QuantizedModel
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schemes.build import build_plan

@@ -9,7 +9,7 @@ from qspec.errors import RecipeError, SourceError
 from qspec.nn.cpp import layer_file
 from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.cpp.layer_file import BLOCK, ENDS, LayerFile, pack_once
-from qspec.quantize.rtn import quantize
+from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schemes.build import build_plan

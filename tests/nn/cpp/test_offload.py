@@ -18,7 +18,7 @@ from qspec.nn.cpp.layer_file import LayerFile, pack_once
 from qspec.nn.cpp.offload import BUFFERS, OffloadedDecoder
 from qspec.pipeline import quantize_checkpoint
 from qspec.progress import Progress
-from qspec.quantize.rtn import quantize
+from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import ModelSpec
@@ -205,7 +205,7 @@ import os, sys, threading, time
 from pathlib import Path
 import torch
 from qspec.bridges import compressed
-from qspec.nn.layer_file import LayerFile, pack_once
+from qspec.nn.cpp.layer_file import LayerFile, pack_once
 from qspec.nn.offload import OffloadedDecoder
 torch.set_num_threads(1)
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])

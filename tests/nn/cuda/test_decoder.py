@@ -16,8 +16,8 @@ from qspec.nn.cuda.passes import NODES, Inputs
 from qspec.nn.eager.decoder import Decoder
 from qspec.nn.lm import BatchLM, HiddenLM
 from qspec.numerics.speculation.trees import branches
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.rtn import quantize
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schemes.build import build_plan

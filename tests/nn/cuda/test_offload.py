@@ -14,7 +14,7 @@ from qspec.nn.cuda.decoder import CudaDecoder, Pool
 from qspec.nn.cuda.model import CudaModel, load
 from qspec.nn.cuda.offload import StreamedLayers, offloaded, tensors
 from qspec.numerics.quantization.formats import FP8_E4M3, INT8
-from qspec.quantize.rtn import quantize
+from qspec.quantization.rtn import quantize
 from qspec.schema.quantization import QuantSpec
 from qspec.schemes.build import build_plan
 from tests.tiny import VOCAB_SIZE, tiny_model

@@ -12,8 +12,8 @@ from qspec.bridges.hf import load_folder
 from qspec.models.layers import truncate_layers
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.quantization.rotation import hadamard_transform
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.rtn import quantize
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schemes.build import build_plan

@@ -11,8 +11,8 @@ import torch
 
 from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.eager.decoder import Decoder
-from qspec.quantize.rotate import untied
-from qspec.quantize.rtn import quantize
+from qspec.quantization.rotate import untied
+from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schemes.build import build_plan

@@ -7,7 +7,7 @@ import torch
 
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.statistics.fidelity import kl_divergence, nll
-from qspec.quantize.rtn import quantize
+from qspec.quantization.rtn import quantize
 from qspec.schema.quantization import ClipSpec, KVSpec, QuantSpec
 from qspec.schemes.build import build_plan
 from scripts.accuracy.compare import Windows, best, difference, exported_format, measure, reference, summary, verdict

@@ -16,9 +16,9 @@ from qspec.numerics.quantization.clipping import Clip
 from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2
 from qspec.ops import reference
 from qspec.plan import LayerScheme, QuantPlan, Rule
-from qspec.quantize.choose import MARGIN, Decision, choice_notes, choose, compact, decide, decided
-from qspec.quantize.pieces import piece_plan, pieces
-from qspec.quantize.rtn import quantize
+from qspec.quantization.choose import MARGIN, Decision, choice_notes, choose, compact, decide, decided
+from qspec.quantization.pieces import piece_plan, pieces
+from qspec.quantization.rtn import quantize
 from qspec.records import LayerStats, LoadedModel, QuantizedModel
 from qspec.schema.quantization import ClipSpec, QuantSpec, RuleSpec
 from qspec.schemes.build import build_plan, layer_scheme, resolve_plan, scheme_label

@@ -24,12 +24,12 @@ from qspec.numerics.statistics.fidelity import kl_divergence
 from qspec.plan import LayerScheme, QuantPlan, Rule
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, digest_of
-from qspec.quantize.allocate import assumed_plan
-from qspec.quantize.calibrate import calibrate_piece
-from qspec.quantize.gptq import HELD_OUT
-from qspec.quantize.pieces import embedded, longest, pieces
-from qspec.quantize.rtn import quantize
-from qspec.quantize.units import Schemes, candidate_schemes, n_weights, open_units, unit_bytes
+from qspec.quantization.allocate import assumed_plan
+from qspec.quantization.calibrate import calibrate_piece
+from qspec.quantization.gptq import HELD_OUT
+from qspec.quantization.pieces import embedded, longest, pieces
+from qspec.quantization.rtn import quantize
+from qspec.quantization.units import Schemes, candidate_schemes, n_weights, open_units, unit_bytes
 from qspec.records import LayerStats, LoadedModel, QuantizedModel
 from qspec.schema.quantization import GROUP, QuantSpec
 from qspec.schema.scores import Basis, Scores, UnitScore

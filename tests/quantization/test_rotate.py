@@ -12,11 +12,11 @@ from qspec.bridges import compressed, quant_config
 from qspec.bridges.hf import load_folder
 from qspec.errors import RecipeError, SourceError
 from qspec.nn.eager.decoder import Decoder
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.job import fuse
-from qspec.quantize.rotate import rotate, rotated_arch
-from qspec.quantize.rtn import quantize
-from qspec.quantize.smooth import transform
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.job import fuse
+from qspec.quantization.rotate import rotate, rotated_arch
+from qspec.quantization.rtn import quantize
+from qspec.quantization.smooth import transform
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec, RotationSpec, SmoothingSpec
 from qspec.schema.recipe import FusionSpec

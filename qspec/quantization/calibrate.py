@@ -9,7 +9,7 @@ from torch import Tensor
 from qspec.errors import SourceError
 from qspec.nn.eager.decoder import Decoder
 from qspec.progress import Progress
-from qspec.quantize.pieces import embedded, longest, pieces
+from qspec.quantization.pieces import embedded, longest, pieces
 from qspec.records import ArchMap, LayerStats, LoadedModel
 
 KEEP_ROWS = 128

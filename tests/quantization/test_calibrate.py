@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qspec.errors import SourceError
-from qspec.quantize.calibrate import calibrate, random_rows
+from qspec.quantization.calibrate import calibrate, random_rows
 from tests.observed import ROWS, load
 from tests.tiny import tiny_model
 

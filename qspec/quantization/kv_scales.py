@@ -31,7 +31,7 @@ def kv_scales(arch: ArchMap, kv: KVScheme | None, stats: LayerStats | None, note
     scales = KVScales()
     if kv is None:
         return scales
-    assert not kv.open, "`quantize.kv_choice` decides what is open first"
+    assert not kv.open, "`quantization.kv_choice` decides what is open first"
     sides = _sides(kv, stats)
     for layer in arch.layers:
         number, name = layer_number(layer), f"{layer}.self_attn"

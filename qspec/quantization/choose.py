@@ -24,7 +24,7 @@ from qspec.numerics.quantization.distribution import below_share, kurtosis, peak
 from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, NumFormat
 from qspec.ops import reference
 from qspec.plan import LayerScheme, QuantPlan, Rule, TensorScheme
-from qspec.quantize.rtn import finite_weight, quantize_unit, static_input_scale
+from qspec.quantization.rtn import finite_weight, quantize_unit, static_input_scale
 from qspec.records import ArchMap, LayerStats, LoadedModel, QLinear, fused_with
 from qspec.schema.quantization import QuantSpec
 from qspec.schemes.build import layer_scheme, scheme_label

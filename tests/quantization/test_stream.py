@@ -14,10 +14,10 @@ from qspec.bridges import compressed
 from qspec.models.vocab import real_vocab
 from qspec.pipeline import quantize_checkpoint
 from qspec.progress import Progress
-from qspec.quantize.calibrate import calibrate, random_rows
-from qspec.quantize.pieces import embedded, pieces
-from qspec.quantize.rtn import quantize
-from qspec.quantize.smooth import transform
+from qspec.quantization.calibrate import calibrate, random_rows
+from qspec.quantization.pieces import embedded, pieces
+from qspec.quantization.rtn import quantize
+from qspec.quantization.smooth import transform
 from qspec.records import LoadedModel
 from qspec.schema.quantization import KVSpec, QuantSpec, SmoothingSpec
 from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec, ModelSpec
@@ -93,7 +93,7 @@ def test_pieces_of_other_settings_are_not_continued(tmp_path: Path, monkeypatch:
     """Catches a checkpoint whose first layers were made by another recipe."""
     folder = tiny_model("llama", tmp_path / "source")
     with monkeypatch.context() as patched:
-        patched.setattr("qspec.pipeline.fuse", lambda _: pytest.fail("stop after the pieces"))
+        patched.setattr("qspec.quantization.job.fuse", lambda _: pytest.fail("stop after the pieces"))
         with pytest.raises(pytest.fail.Exception):
             quantize_checkpoint(spec(folder, QuantSpec(scheme="FP8_DYNAMIC")), tmp_path / "out", progress=QUIET)
     quantize_checkpoint(spec(folder, QuantSpec(scheme="W8A8")), tmp_path / "out", progress=QUIET)

@@ -14,10 +14,10 @@ from qspec.numerics.quantization import gptq
 from qspec.numerics.quantization.affine import QTensor
 from qspec.numerics.statistics.fidelity import kl_divergence
 from qspec.ops.reference import fake_quantize
-from qspec.quantize import gptq as sequential
-from qspec.quantize.gptq import HELD_OUT, notes, require_judge
-from qspec.quantize.pieces import embedded, pieces
-from qspec.quantize.rtn import quantize
+from qspec.quantization import gptq as sequential
+from qspec.quantization.gptq import HELD_OUT, notes, require_judge
+from qspec.quantization.pieces import embedded, pieces
+from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import KVSpec, OutlierSpec, QuantSpec, RuleSpec
 from qspec.schemes.build import build_plan
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def refine(model: LoadedModel, rounded: QuantizedModel, rows: list[list[int]]) -> QuantizedModel:
-    """All pieces of `model` in turn, as `quantize.stream` does it."""
+    """All pieces of `model` in turn, as `quantization.stream` does it."""
     states = embedded(model, rows)
     linears, choices = dict(rounded.linears), []
     for piece in pieces(model):

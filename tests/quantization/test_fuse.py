@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from qspec.quantize.job import fuse
-from qspec.quantize.rtn import quantize
-from qspec.quantize.smooth import transform
+from qspec.quantization.job import fuse
+from qspec.quantization.rtn import quantize
+from qspec.quantization.smooth import transform
 from qspec.records import QuantizedModel
 from qspec.schema.quantization import QuantSpec, RuleSpec
 from qspec.schema.recipe import FusionSpec

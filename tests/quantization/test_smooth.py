@@ -12,9 +12,9 @@ from qspec.bridges.hf import open_trainable
 from qspec.errors import RecipeError
 from qspec.models.layers import keep_layers, truncate_layers
 from qspec.nn.eager.decoder import Decoder
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.rtn import quantize
-from qspec.quantize.smooth import Rewrites, notes, transform
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.rtn import quantize
+from qspec.quantization.smooth import Rewrites, notes, transform
 from qspec.records import LayerStats, LoadedModel
 from qspec.schema.quantization import KVSpec, QuantSpec, SmoothingSpec
 from qspec.schema.recipe import FusionSpec

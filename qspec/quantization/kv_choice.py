@@ -17,10 +17,10 @@ from torch import Tensor
 from qspec.nn.eager.decoder import Decoder
 from qspec.plan import KVScheme, QuantPlan
 from qspec.progress import Progress
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.kv_scales import KVScales, kv_scales, listed_channels
-from qspec.quantize.pieces import longest
-from qspec.quantize.sensitivity import Judge, judged_pieces, passed, sampled
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.kv_scales import KVScales, kv_scales, listed_channels
+from qspec.quantization.pieces import longest
+from qspec.quantization.sensitivity import Judge, judged_pieces, passed, sampled
 from qspec.records import LayerStats, LoadedModel, QuantizedModel, layer_number
 
 OUT_OF_LINE, LEAST = 10.0, 0.1

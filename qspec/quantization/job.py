@@ -18,13 +18,13 @@ from qspec.provenance import (
     digest_of,
     staged_dir,
 )
-from qspec.quantize.allocate import allocate_plan
-from qspec.quantize.calibrate import random_rows
-from qspec.quantize.kv_choice import choose_kv
-from qspec.quantize.pieces import Store
-from qspec.quantize.rotate import prepare
-from qspec.quantize.sensitivity import kept_scores
-from qspec.quantize.stream import Job, stream
+from qspec.quantization.allocate import allocate_plan
+from qspec.quantization.calibrate import random_rows
+from qspec.quantization.kv_choice import choose_kv
+from qspec.quantization.pieces import Store
+from qspec.quantization.rotate import prepare
+from qspec.quantization.sensitivity import kept_scores
+from qspec.quantization.stream import Job, stream
 from qspec.records import FusionPlan, LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import (

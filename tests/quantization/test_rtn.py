@@ -9,8 +9,8 @@ import torch
 from qspec.errors import RecipeError, SourceError
 from qspec.numerics.quantization.clipping import Clip
 from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, SCALE_FLOOR
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.rtn import quantize, unseen_experts, unseen_notes
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.rtn import quantize, unseen_experts, unseen_notes
 from qspec.records import LayerStats, LoadedModel
 from qspec.schema.quantization import ClipSpec, KVSpec, OutlierSpec, QuantSpec, RuleSpec
 from qspec.schemes.build import build_plan, layer_scheme

@@ -16,10 +16,10 @@ from qspec.bridges import compressed
 from qspec.bridges.tensors import read_tensors, write_index
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.progress import Progress
-from qspec.quantize import choose, gptq as sequential, smooth as transform
-from qspec.quantize.calibrate import calibrate_piece
-from qspec.quantize.pieces import Store, embedded, piece_plan, pieces
-from qspec.quantize.rtn import quantize, require_finite, unseen_experts, unseen_notes
+from qspec.quantization import choose, gptq as sequential, smooth as transform
+from qspec.quantization.calibrate import calibrate_piece
+from qspec.quantization.pieces import Store, embedded, piece_plan, pieces
+from qspec.quantization.rtn import quantize, require_finite, unseen_experts, unseen_notes
 from qspec.records import EMBEDDING, LayerStats, LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from qspec.errors import RecipeError
-from qspec.quantize.allocate import allocate_plan, assumed_plan, best_uniform, solve
-from qspec.quantize.units import candidate_schemes, n_weights, open_units, unit_bytes
+from qspec.quantization.allocate import allocate_plan, assumed_plan, best_uniform, solve
+from qspec.quantization.units import candidate_schemes, n_weights, open_units, unit_bytes
 from qspec.records import ArchMap
 from qspec.schema.quantization import MixedSpec, QuantSpec, RuleSpec
 from qspec.schema.scores import Basis, Scores, UnitScore

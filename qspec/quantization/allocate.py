@@ -7,7 +7,7 @@ from qspec.bridges.quant_config import patterns
 from qspec.errors import RecipeError
 from qspec.numerics.quantization.allocate import allocate
 from qspec.plan import LayerScheme, QuantPlan, Rule
-from qspec.quantize.units import Sizes, candidate_plans, candidate_schemes, n_weights, open_units, sizes
+from qspec.quantization.units import Sizes, candidate_plans, candidate_schemes, n_weights, open_units, sizes
 from qspec.readable import number, size
 from qspec.records import ArchMap
 from qspec.schema.quantization import MixedSpec, QuantSpec

@@ -20,9 +20,9 @@ from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.quantization import gptq
 from qspec.numerics.quantization.affine import QTensor
 from qspec.ops.reference import fake_quantize
-from qspec.quantize.calibrate import advanced
-from qspec.quantize.pieces import longest
-from qspec.quantize.rtn import finite_weight
+from qspec.quantization.calibrate import advanced
+from qspec.quantization.pieces import longest
+from qspec.quantization.rtn import finite_weight
 from qspec.records import LoadedModel, QLinear, QuantizedModel
 
 DAMPING = 1.0

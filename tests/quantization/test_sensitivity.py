@@ -10,9 +10,9 @@ from qspec.errors import RecipeError
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.statistics.fidelity import kl_divergence
 from qspec.plan import QuantPlan, Rule
-from qspec.quantize.rtn import quantize
-from qspec.quantize.sensitivity import kept_scores, sampled, sensitivity
-from qspec.quantize.units import candidate_schemes
+from qspec.quantization.rtn import quantize
+from qspec.quantization.sensitivity import kept_scores, sampled, sensitivity
+from qspec.quantization.units import candidate_schemes
 from qspec.records import LoadedModel
 from qspec.schema.quantization import MixedSpec, QuantSpec, RuleSpec
 from qspec.schema.scores import Scores
@@ -139,7 +139,7 @@ def test_kept_scores_are_used_only_for_what_they_were_measured_on(
 ) -> None:
     """Would catch a second pass for another budget, and stale or damaged scores that are believed."""
     path, passes = tmp_path / "new" / "sensitivity.json", []
-    monkeypatch.setattr("qspec.quantize.sensitivity.sensitivity", lambda *a: passes.append(a) or sensitivity(*a))
+    monkeypatch.setattr("qspec.quantization.sensitivity.sensitivity", lambda *a: passes.append(a) or sensitivity(*a))
     assert kept_scores(path, model, ROWS, SPEC, 2) == scores
     other_budget = SPEC.model_copy(update={"mixed": MixedSpec(bits=5)})
     assert kept_scores(path, model, ROWS, other_budget, 2) == scores

@@ -15,7 +15,7 @@ from qspec.numerics.quantization.codes import symmetric_scale
 from qspec.numerics.quantization.outliers import SparseMatrix, split
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, TensorScheme
 from qspec.progress import Progress
-from qspec.quantize.kv_scales import key_biases, kv_scales, largest_seen
+from qspec.quantization.kv_scales import key_biases, kv_scales, largest_seen
 from qspec.records import ArchMap, LayerStats, LoadedModel, QLinear, QuantizedModel, fused_with, layer_number
 
 

@@ -15,11 +15,11 @@ from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.quantization.formats import FP8_E4M3
 from qspec.numerics.statistics.fidelity import kl_divergence
 from qspec.plan import KVScheme, QuantPlan
-from qspec.quantize import kv_choice
-from qspec.quantize.calibrate import calibrate
-from qspec.quantize.kv_choice import LayerError, choose_kv, decide
-from qspec.quantize.kv_scales import key_biases, kv_scales
-from qspec.quantize.rtn import quantize
+from qspec.quantization import kv_choice
+from qspec.quantization.calibrate import calibrate
+from qspec.quantization.kv_choice import LayerError, choose_kv, decide
+from qspec.quantization.kv_scales import key_biases, kv_scales
+from qspec.quantization.rtn import quantize
 from qspec.records import LayerStats, LoadedModel
 from qspec.schema.quantization import KVSpec
 from qspec.schemes.build import kv_scheme
