@@ -206,7 +206,7 @@ from pathlib import Path
 import torch
 from qspec.bridges import compressed
 from qspec.nn.cpp.layer_file import LayerFile, pack_once
-from qspec.nn.offload import OffloadedDecoder
+from qspec.nn.cpp.offload import OffloadedDecoder
 torch.set_num_threads(1)
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 
