@@ -18,8 +18,9 @@ def job(folder: Path, model: Path, draft: dict[str, Any] | None = None, **sectio
     calibration, held_out, prompts = folder / "calibration.txt", folder / "held_out.txt", folder / "prompts.jsonl"
     for path in (calibration, held_out):
         path.write_text("\n\n".join([TEXT] * 12), encoding="utf-8")
-    requests = [{"text": "The quick brown fox", "category": "prose"}, {"text": "0, 12 and", "category": "numbers"}]
-    prompts.write_text("\n".join(map(json.dumps, requests)), encoding="utf-8")
+    requests = {"The quick brown fox": "prose", "0, 12 and": "numbers", "the lazy dog": "prose", "3, 5 and": "numbers"}
+    rows = [json.dumps({"text": text, "category": category}) for text, category in requests.items()]
+    prompts.write_text("\n".join(rows), encoding="utf-8")
     recipe = {
         "name": "tiny",
         "target": {"model": str(model), "quantization": INT8},

@@ -5,15 +5,17 @@ Calibration reads the first half of a data set's rows and `windows` the second, 
 it was calibrated on.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 import json
 import logging
 import os
 from pathlib import Path
 import random
-from typing import Any
+import re
+from typing import Any, TypeVar
 
 from qspec.errors import RecipeError, SourceError
 from qspec.records import Tokenizer
@@ -21,8 +23,10 @@ from qspec.schema.datasets import DataSet, LocalFile, RemoteSet, dataset, read_d
 from qspec.schema.problems import closest
 from qspec.schema.recipe import CalibrationSpec, Recipe
 
+T = TypeVar("T")
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".parquet", ".txt")
+_SPACE = re.compile(r"\s+")
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 log = logging.getLogger("qspec")
@@ -130,53 +134,62 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], bool]:
 
 
 def calibration_rows(spec: CalibrationSpec, tokenizer: Tokenizer, seed: int) -> list[list[int]]:
-    """Token rows of `spec.length` (chat rows may be shorter), tokenised as served: BOS first, or the chat template.
+    """`spec.samples` token rows of `spec.length` (chat rows may be shorter), tokenised as served: BOS, or the template.
 
-    Sources share the samples by weight; the rows are spread over the first half of each. Fewer rows than asked for
-    (a warning in the log) when the text is short; none raises `SourceError`.
+    Sources share the samples by weight, and the others make up for one that is short (a warning in the log); the rows
+    are spread over the first half of each. Raises `SourceError` if all together hold fewer, with how many they hold.
     """
-    rows: list[list[int]] = []
-    for data, samples in zip(spec.data, _shares([d.weight for d in spec.data], spec.samples), strict=True):
-        source, generator = _find(data.name), random.Random(f"{seed} {data.name}")
-        all_rows = source.rows()
-        half = all_rows[: max(1, len(all_rows) // 2)]
+    sources, most = [_find(data.name) for data in spec.data], [spec.samples] * len(spec.data)
+    texts = [] if spec.chat_template else [_Running.halves(source)[0] for source in sources]
+
+    def read(i: int, count: int) -> list[list[int]]:
+        generator = random.Random(f"{seed} {spec.data[i].name}")
         if spec.chat_template:
-            found = _conversations(half, source, samples, spec.length, tokenizer, generator)
-        else:
-            texts = [_text(row, source.fields) for row in half]
-            starts = [(i + generator.random()) / samples for i in range(samples)]
-            found = _token_windows(texts, source.entry.join, starts, spec.length, tokenizer)
-        if len(found) < samples:
-            log.warning("calibration data %s: %d of %d rows, the text is short", data.name, len(found), samples)
-        rows += found
-    if not rows:
-        names = ", ".join(d.name for d in spec.data)
-        raise SourceError(names, f"holds no row of {spec.length} tokens", "lower calibration.length or add data")
-    return rows
+            half, _ = _halves(sources[i].rows())
+            return _conversations(half, sources[i], count, spec.length, tokenizer, generator)
+        starts = [(n + generator.random()) / count for n in range(count)]
+        return texts[i].windows(starts, spec.length, tokenizer)
+
+    found: list[list[list[int]]] = [[] for _ in sources]
+    weights = [data.weight for data in spec.data]
+    while [len(rows) for rows in found] != (shares := _shares(weights, most, spec.samples)):
+        for i, share in enumerate(shares):
+            if len(found[i]) != share:
+                found[i] = read(i, share)
+                most[i] = len(found[i]) if len(found[i]) < share else most[i]
+    kind = "conversations" if spec.chat_template else f"rows of {spec.length} tokens"
+    held = ", ".join(f"{len(rows)} of {data.name}" for rows, data in zip(found, spec.data, strict=True))
+    if (total := sum(map(len, found))) < spec.samples:
+        rule = f"the first half holds {total} {kind} ({held}), and {spec.samples} are asked for"
+        raise SourceError("calibration data", rule, "ask for fewer or shorter ones, or add text")
+    if short := [data.name for data, limit in zip(spec.data, most, strict=True) if limit < spec.samples]:
+        log.warning("calibration data %s is short: the %d %s are %s", ", ".join(short), spec.samples, kind, held)
+    return [row for rows in found for row in rows]
 
 
 def windows(name: str, count: int, length: int, tokenizer: Tokenizer) -> list[list[int]]:
-    """At most `count` windows of `length` tokens from the second half of a data set: in order, apart, BOS first."""
-    source = _find(name)
-    rows = source.rows()
-    texts = [_text(row, source.fields) for row in rows[len(rows) // 2 :]]
+    """`count` windows of `length` tokens from the second half of a data set: in order, apart, BOS first.
+
+    Raises `SourceError` for a text that holds fewer, with how many it holds.
+    """
     starts = [i / count for i in range(count)]
-    found = _token_windows(texts, source.entry.join, starts, length, tokenizer)
-    if not found:
-        raise SourceError(name, f"its second half holds no window of {length} tokens", "lower the window length")
+    found = _Running.halves(_find(name))[1].windows(starts, length, tokenizer)
+    if len(found) < count:
+        rule = f"its second half holds {len(found)} windows of {length} tokens, and {count} are asked for"
+        raise SourceError(f"held-out text {name}", rule, "ask for fewer or shorter ones, or add text")
     return found
 
 
 def prompts(
     name: str,
-    per_category: int,
+    per_category: int | None,
     categories: Sequence[str] | None = None,
     fits: Callable[[str], bool] | None = None,
 ) -> list[Prompt]:
-    """The first `per_category` requests of every category (first turns) that `fits` lets pass.
+    """The first `per_category` requests (None: all) of every category (first turns) that `fits` lets pass.
 
     A data set may group its categories (Spec-Bench's eight of MT-bench are `multi_turn`); by default the groups count,
-    and both kinds of name may be asked for.
+    and both kinds of name may be asked for. Raises `SourceError` for a category that has fewer, with how many it has.
     """
     source = _find(name)
     entry, rows, fields = source.entry, source.rows(), source.entry.prompt or source.fields
@@ -189,11 +202,16 @@ def prompts(
         matching = (row for row, a, b in zip(rows, own, wide, strict=True) if category in (a, b))
         texts = (_text(row, fields) for row in matching)
         fitting = (text for text in texts if text and (fits is None or fits(text)))
-        chosen += [Prompt(category, text) for text in islice(fitting, per_category)]
         if category not in own and category not in wide:
             valid = sorted({*own, *wide})
             fix = f"{closest(category, valid)}use one of: {', '.join(valid)}"
             raise RecipeError(f"prompt category {category!r}", f"does not exist in {name}", fix)
+        taken = [Prompt(category, text) for text in islice(fitting, per_category)]
+        if len(taken) < (per_category or 0):
+            rule = f"holds {len(taken)} that fit the context, and {per_category} are asked for"
+            fix = "lower per_category (null: all there are), shorten max_new_tokens, or name other categories"
+            raise SourceError(f"prompts {name}, category {category}", rule, fix)
+        chosen += taken
     if not chosen:
         raise SourceError(name, "holds no prompt that fits the context", "shorten max_new_tokens or use other prompts")
     return chosen
@@ -298,47 +316,86 @@ def _category(row: Row, entry: DataSet) -> str:
     return str(row.get(entry.category, "text")) if entry.category else entry.kind or "text"
 
 
-def _shares(weights: Sequence[float], total: int) -> list[int]:
-    """Split `total` by weight (largest remainders)."""
-    exact = [weight * total / sum(weights) for weight in weights]
-    shares = [int(x) for x in exact]
-    for i in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: total - sum(shares)]:
-        shares[i] += 1
-    return shares
-
-
-def _token_windows(
-    texts: Sequence[str], join: str, starts: Sequence[float], length: int, tokenizer: Tokenizer
-) -> list[list[int]]:
-    """Windows that begin at rows `starts` (shares of all rows) or, when that row is used up, right behind it."""
-    found: list[list[int]] = []
-    row = 0
-    for start in starts:
-        row = max(row, int(start * len(texts)))
-        ids, row = _window(texts, row, join, length, tokenizer)
-        if ids is None:
+def _shares(weights: Sequence[float], most: Sequence[int], total: int) -> list[int]:
+    """Split `total` by weight (largest remainders), none above its `most`: the others get what is left over."""
+    shares, others = list(most), list(range(len(weights)))
+    while others:
+        left = total - sum(limit for i, limit in enumerate(most) if i not in others)
+        exact = {i: left * weights[i] / sum(weights[i] for i in others) for i in others}
+        shares = [int(exact[i]) if i in exact else limit for i, limit in enumerate(most)]
+        for i in sorted(others, key=lambda i: shares[i] - exact[i])[: total - sum(shares)]:
+            shares[i] += 1
+        if all(shares[i] <= most[i] for i in others):
             break
-        found.append(ids)
-    return found
+        others = [i for i in others if shares[i] <= most[i]]
+    return [min(share, limit) for share, limit in zip(shares, most, strict=True)]
 
 
-def _window(
-    texts: Sequence[str], row: int, join: str, length: int, tokenizer: Tokenizer
-) -> tuple[list[int] | None, int]:
-    """`length` tokens of running text from `row` on, and the next row with none of them; None: the text ends before."""
-    text, budget, offsets = "", 6 * length, list[int]()
-    while True:
-        while len(text) < budget and row + len(offsets) < len(texts):
-            text += join if offsets else ""
-            offsets.append(len(text))
-            text += texts[row + len(offsets) - 1]
-        ids = tokenizer.encode(text[:budget])
-        if len(ids) >= length:
-            used = len(tokenizer.decode(ids[:length])) + 8  # a decoder may trim spaces or merge a cut character
-            return ids[:length], row + sum(offset < used for offset in offsets)
-        if row + len(offsets) == len(texts) and len(text) <= budget:
-            return None, len(texts)
-        budget *= 2
+def _halves(rows: list[T]) -> tuple[list[T], list[T]]:
+    """What is read first, and what models are judged on."""
+    return rows[: max(1, len(rows) // 2)], rows[len(rows) // 2 :]
+
+
+@dataclass(frozen=True)
+class _Running:
+    """Rows as one text, and where in it each begins."""
+
+    text: str
+    starts: list[int]
+
+    @classmethod
+    def halves(cls, source: _Source) -> "tuple[_Running, _Running]":
+        """Both halves of a data set's rows, or of the text of its only one."""
+        texts = [_text(row, source.fields) for row in source.rows()]
+        if len(texts) == 1:
+            middle = _next_word(texts[0], len(texts[0]) // 2)
+            return cls(texts[0][:middle], [0]), cls(texts[0][middle:], [0])
+        first, second = (cls.of(half, source.entry.join) for half in _halves(texts))
+        return first, second
+
+    @classmethod
+    def of(cls, texts: Sequence[str], join: str) -> "_Running":
+        lengths = (len(text) + len(join) for text in texts[:-1])
+        return cls(join.join(texts), list(accumulate(lengths, initial=0))[: len(texts)])
+
+    def windows(self, starts: Sequence[float], length: int, tokenizer: Tokenizer) -> list[list[int]]:
+        """Windows of `length` tokens that begin at rows `starts` (shares of all) or, in one that is used up, behind it.
+
+        Where these do not all fit, they are taken evenly from all that the text holds, back to back; where there are
+        fewer than `starts`, all of them.
+        """
+        found, row = list[list[int]](), 0
+        for start in starts:
+            row = max(row, int(start * len(self.starts)))
+            if row == len(self.starts) or (window := self._window(self.starts[row], length, tokenizer)) is None:
+                break
+            found.append(window[0])
+            row = bisect_left(self.starts, window[1])
+        if len(found) == len(starts):
+            return found
+        found, at = [], 0
+        while (window := self._window(at, length, tokenizer)) is not None:
+            found.append(window[0])
+            at = _next_word(self.text, window[1])
+        return [found[i * len(found) // len(starts)] for i in range(len(starts))] if len(found) > len(starts) else found
+
+    def _window(self, at: int, length: int, tokenizer: Tokenizer) -> tuple[list[int], int] | None:
+        """`length` tokens from character `at` on, and the first character that is in none of them; None: too few."""
+        budget = 6 * length
+        while True:
+            ids = tokenizer.encode(self.text[at : at + budget])
+            if len(ids) >= length:
+                # a decoder may trim spaces or merge a cut character
+                return ids[:length], at + len(tokenizer.decode(ids[:length])) + 8
+            if at + budget >= len(self.text):
+                return None
+            budget *= 2
+
+
+def _next_word(text: str, at: int) -> int:
+    """The first character behind white space from `at` on, or `at` where that is far: Chinese has none."""
+    found = _SPACE.search(text, at, at + 64)
+    return found.end() if found else at
 
 
 def _conversations(

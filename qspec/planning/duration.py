@@ -27,8 +27,8 @@ UNITS = 4
 """Decisions per decoder layer: q/k/v, o, gate/up, down."""
 SUBJECTS, TASK_ROWS, QUESTION_TOKENS, ANSWER_TOKENS = len(MMLU_PRO_SUBJECTS), 12_032, 250, 300
 """MMLU-Pro: subjects and rows; assumed tokens of a question (or example) and of an answer."""
-PROMPT_TOKENS, CATEGORIES = 300, 6
-"""Assumed tokens of a benchmark prompt, and categories where the recipe names none."""
+PROMPT_TOKENS, CATEGORIES, PER_CATEGORY = 300, 6, 80
+"""Spec-Bench: assumed tokens of a prompt; its categories and their prompts, where the recipe names no number."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _task_step(task: TaskSpec, cost: PassCost, rate: float, bandwidth: float) ->
 
 def _bench_step(recipe: Recipe, cost: PassCost, rate: float, bandwidth: float) -> Step:
     bench = recipe.benchmark
-    prompts = bench.per_category * (CATEGORIES if bench.categories is None else len(bench.categories))
+    prompts = (bench.per_category or PER_CATEGORY) * (CATEGORIES if bench.categories is None else len(bench.categories))
     arms = 4 if isinstance(recipe.draft, NgramDraft) else 5  # prompt lookup joins the others
     batched = sum(max(size, prompts // size * size) for size in bench.batch_sizes if size > 1)
     runs = (arms * prompts + 2 * batched) * bench.repeats * len(bench.temperatures)

@@ -329,11 +329,11 @@ class EvaluationSpec(Strict):
 class BenchmarkSpec(Strict):
     """Speed: {original, quantized} x {plain, speculative}, alternating, on real prompts.
 
-    `batch_sizes` above 1: the pair with and without drafts, so many prompts at once.
+    `per_category`: None: all. `batch_sizes` above 1: the pair with and without drafts, so many prompts at once.
     """
 
     prompts: str = "spec_bench"
-    per_category: int = Field(default=1, ge=1, le=MOST)
+    per_category: int | None = Field(default=1, ge=1, le=MOST)
     categories: tuple[str, ...] | None = Field(default=None, min_length=1)
     max_new_tokens: int = Field(default=64, ge=2, le=MOST)
     repeats: int = Field(default=3, ge=1, le=MOST)

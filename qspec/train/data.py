@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.bridges.text import calibration_rows, requests
+from qspec.errors import SourceError
 from qspec.nn.lm import StatefulLM
 from qspec.numerics.quantization.affine import quantize_activation_dynamic
 from qspec.numerics.quantization.formats import FP8_E4M3
@@ -33,6 +34,8 @@ from qspec.train.processes import barrier, rank_and_world
 TEXT, ANSWERS = "text", "answers"
 _SEQUENCES = 64
 """Sequences of a file."""
+_MISSES = 10_000
+"""Requests in a row that are too long, after which no more are looked at."""
 _SCALES = "hidden_scale"
 """Beside states that are kept as codes."""
 
@@ -142,20 +145,28 @@ def read_rows(lm: StatefulLM, rows: Sequence[list[int]], spec: TrainingData) -> 
 
 
 def short_prompts(spec: TrainingData, tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
-    """Tokens of requests through the chat template, sources mixed by weight, endlessly: every row, then again."""
-    generator = random.Random(seed)
+    """Tokens of requests through the chat template, sources mixed by weight, endlessly: every row, then again.
+
+    Raises `SourceError` for a source without requests, and where none is short enough.
+    """
+    generator, misses = random.Random(seed), 0
     pools = [_endless(source, seed) for source in spec.prompts]
     weights = [source.weight for source in spec.prompts]
-    while True:
+    while misses < _MISSES:
         text = next(generator.choices(pools, weights)[0])
         tokens = tokenizer.chat([{"role": "user", "content": text}])
-        if len(tokens) <= spec.prompt_tokens:
+        misses = 0 if len(tokens) <= spec.prompt_tokens else misses + 1
+        if not misses:
             yield tokens
+    rule = f"leaves out each of {misses:,} requests, all are longer"
+    raise SourceError(f"training.data.prompt_tokens {spec.prompt_tokens}", rule, "raise it, or name shorter prompts")
 
 
 def _endless(source: PromptSource, seed: int) -> Iterator[str]:
     """Requests of one source in random order, each time around with another wording."""
     texts = list(source.texts) or requests(source.name or "")
+    if not texts:
+        raise SourceError(f"prompts {source.name}", "hold no request", "name a data set with prompts, or give texts")
     order = random.Random(f"{seed} {source.name} {source.ask[0]}")
     for turn in range(10**9):
         order.shuffle(texts)

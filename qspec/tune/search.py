@@ -118,14 +118,14 @@ class Study:
     def _requests(self) -> tuple[list[Request], list[Request]]:
         """Of every category the first prompts are for acceptance, the others confirm."""
         spec, mine = self.recipe.benchmark, self.spec.per_category
-        whole = spec.model_copy(update={"per_category": mine + spec.per_category})
+        whole = spec.model_copy(update={"per_category": spec.per_category and mine + spec.per_category})
         room = self.halves.max_length - max(spec.max_new_tokens, self.spec.tokens)
         found, _ = load_requests(whole, self._originals.target.tokenizer, room)
         parts: tuple[list[Request], list[Request]] = ([], [])
         for _, same in groupby(found, lambda r: r.category):
             listed = list(same)
             parts[0].extend(listed[:mine])
-            parts[1].extend(listed[mine:] or listed)
+            parts[1].extend(listed[mine:])
         return parts
 
     def _draft_of(self, recipe: Recipe) -> LoadedModel:

@@ -52,7 +52,7 @@ def cells_of(matrix: EngineMatrix) -> Iterator[Cell]:
 def requests_of(shape: Shape, source: str, tokenizer: Tokenizer) -> list[list[int]]:
     """The first `batch` prompts of the category that are long enough, each cut to be served in `prompt` tokens."""
     found: list[list[int]] = []
-    for prompt in prompts(source, 10_000, [shape.category]):
+    for prompt in prompts(source, None, [shape.category]):
         if (tokens := served_in(shape.prompt, prompt.text, tokenizer)) is not None:
             found.append(tokens)
         if len(found) == shape.batch:

@@ -138,7 +138,7 @@ def make_prompts(subject: SpeedSubject, tokenizer: Tokenizer, lengths: Lengths, 
         generator = torch.Generator().manual_seed(subject.seed)
         drawn = torch.randint(real_vocab(tokenizer), (count, lengths.prompt), generator=generator)
         return [[int(token) for token in row] for row in drawn]
-    texts = [prompt.text for prompt in prompts(source.name, 10_000, [source.category])]
+    texts = [prompt.text for prompt in prompts(source.name, None, [source.category])]
     found: list[list[int]] = []
     for i in range(len(texts)):
         joined = i

@@ -63,15 +63,77 @@ def test_rows_are_tokenised_as_served(numbered: str):
 
 
 def test_windows_do_not_overlap(numbered: str):
-    """Would catch windows that repeat text, which makes intervals too narrow; a short text gives fewer windows."""
-    rows = text.windows(numbered, 100, 450, Letters())
+    """Would catch windows that repeat text, which makes intervals too narrow."""
+    rows = text.windows(numbered, 4, 450, Letters())
     words = [_words([row]) for row in rows]
-    assert 1 < len(rows) < 100
+    assert len(rows) == 4
     for i, first in enumerate(words):
         for second in words[i + 1 :]:
             assert not first & second
-    with pytest.raises(SourceError, match="no window"):
+
+
+def _one_line(folder: Path, suffix: str, words: int) -> str:
+    """A user's file of one row without an empty line: numbered words."""
+    content = " ".join(f"w{i:05d}" for i in range(words))
+    path = folder / f"long.{suffix}"
+    path.write_text(content if suffix == "txt" else json.dumps({"text": content}) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_one_long_row_gives_as_many_windows_as_are_asked_for(tmp_path: Path, suffix: str):
+    """Would catch a text without empty lines that is measured on one window, whatever the recipe asks for; halves of it
+    that are the same text, so that a model is judged on what it was calibrated on; and windows that overlap.
+    """
+    name = _one_line(tmp_path, suffix, words=4000)  # 28,000 characters, 14,000 of them held out
+    held_out = text.windows(name, 16, 512, Letters())
+    assert [len(row) for row in held_out] == [512] * 16
+    spec = CalibrationSpec(data=(DataSpec(name=name),), samples=16, length=512)
+    calibration = text.calibration_rows(spec, Letters(), seed=0)
+    assert len(calibration) == 16
+    words = [set(Letters().decode(row).split()[1:-1]) for row in [*held_out, *calibration]]
+    assert sum(map(len, words)) == len(set.union(*words)) > 16 * 2 * 60
+
+
+def test_a_text_is_used_up_before_it_is_called_short(tmp_path: Path):
+    """Would catch windows that are missed because they are spread: at most 27 of 512 fit into 14,000 characters."""
+    name = _one_line(tmp_path, "txt", words=4000)
+    with pytest.raises(SourceError) as refusal:
+        text.windows(name, 28, 512, Letters())
+    held = int(str(refusal.value).partition("holds ")[2].partition(" ")[0])
+    assert 25 <= held < 28
+    assert len(text.windows(name, held, 512, Letters())) == held
+
+
+@pytest.mark.parametrize("template", [False, True])
+def test_few_rows_are_refused_with_their_number(numbered: str, template: bool):
+    """Would catch calibration on less text than the recipe says, without a word."""
+    spec = CalibrationSpec(data=(DataSpec(name=numbered),), samples=64, length=100, chat_template=template)
+    with pytest.raises(SourceError, match=r"first half holds \d\d (rows|conversations) .*, and 64 are asked for"):
+        text.calibration_rows(spec, Letters(), seed=0)
+    with pytest.raises(SourceError, match=r"holds 0 windows of 100000 tokens, and 2 are asked for"):
         text.windows(numbered, 2, 100_000, Letters())
+
+
+def test_others_make_up_for_a_short_source(numbered: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Would catch a mix that gives fewer samples than were asked for because one of its texts is short."""
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(json.dumps({"text": "zzzz " * 30}) + "\n" for _ in range(6)))
+    sources = (DataSpec(name=numbered), DataSpec(name=str(short), weight=3))
+    rows = text.calibration_rows(CalibrationSpec(data=sources, samples=12, length=100), Letters(), seed=0)
+    own = sum("zzzz" in _words([row]) for row in rows)
+    assert len(rows) == 12
+    assert 0 < own <= 4
+    assert f"short.jsonl is short: the 12 rows of 100 tokens are {12 - own} of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("weights", "most", "total", "shares"),
+    [((1, 1), (9, 9), 5, [3, 2]), ((1, 1, 1), (9, 1, 9), 9, [4, 1, 4]), ((1, 1, 2), (2, 1, 3), 9, [2, 1, 3])],
+)
+def test_shares_keep_to_limits(weights: tuple[int, ...], most: tuple[int, ...], total: int, shares: list[int]):
+    """Would catch rows that are lost where a source is full, or asked of one that has no more."""
+    assert text._shares(weights, most, total) == shares
 
 
 def test_chat_rows_hold_prompt_and_answer(data: Path):
@@ -115,8 +177,17 @@ def test_prompts_that_do_not_fit_are_passed_over(data: Path):
     """Would catch a benchmark that dies on (or cuts) one long document instead of taking the next prompt."""
     short = text.prompts("spec_bench", 1, ("rag",), lambda prompt: len(prompt) < 3000)
     assert len(short[0].text) < 3000
-    with pytest.raises(SourceError, match="fits the context"):
+    with pytest.raises(SourceError, match="holds 0 that fit the context, and 1 are asked for"):
         text.prompts("spec_bench", 1, ("rag",), lambda prompt: False)
+
+
+def test_few_prompts_are_refused_with_their_number(data: Path):
+    """Would catch a benchmark on 10 prompts where 80 were asked for, without a word; and no way to ask for all."""
+    with pytest.raises(SourceError, match="category writing: holds 10 that fit the context, and 80 are asked for"):
+        text.prompts("spec_bench", 80, ("qa", "writing"))
+    assert len(text.prompts("spec_bench", None, ("qa", "writing"))) == 90
+    with pytest.raises(SourceError, match="holds no prompt"):
+        text.prompts("spec_bench", None, ("rag",), lambda prompt: False)
 
 
 def test_refusals_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -28,12 +28,13 @@ def test_a_job_that_can_run_passes(tmp_path: Path, model: LoadedModel) -> None:
     ("section", "changes", "part"),
     [
         ("calibration", {"data": [{"name": "late.jsonl"}]}, "line 4: is no JSON object"),
-        ("calibration", {"data": [{"name": "short.txt"}]}, "holds no row of 512 tokens"),
-        ("evaluation", {"fidelity": {"data": "short.txt"}, "tasks": []}, "holds no window of 256 tokens"),
-        ("evaluation", {"fidelity": None, "needle": {"data": "short.txt", "lengths": [200]}}, "holds no window of 200"),
+        ("calibration", {"data": [{"name": "short.txt"}]}, "holds 0 rows of 512 tokens"),
+        ("evaluation", {"fidelity": {"data": "short.txt"}, "tasks": []}, "holds 0 windows of 256 tokens"),
+        ("evaluation", {"fidelity": None, "needle": {"data": "short.txt", "lengths": [200]}}, "holds 0 windows of 200"),
         ("evaluation", {"fidelity": None, "needle": {"lengths": [512]}}, "needle.lengths 512: is above the 256 tokens"),
         ("benchmark", {"prompts": "late.jsonl"}, "line 4: is no JSON object"),
-        ("benchmark", {"prompts": "short.txt", "max_new_tokens": 250}, "holds no prompt that fits"),
+        ("benchmark", {"prompts": "short.txt", "max_new_tokens": 250}, "holds 0 that fit the context, and 1"),
+        ("benchmark", {"prompts": "short.txt", "per_category": 2}, "holds 1 that fit the context, and 2"),
         ("benchmark", {"prompts": "short.txt", "categories": ["x"]}, "prompt category 'x': does not exist"),
     ],
 )

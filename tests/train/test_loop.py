@@ -23,10 +23,11 @@ from qspec.schema.recipe import Recipe
 from qspec.schema.training import TrainingData, TrainingSpec
 from qspec.speculation.drafters.mlp import MlpDrafter
 from qspec.train import head as speculator_head, loop as train_draft
-from qspec.train.data import Rollout, both_stages, make_data
+from qspec.train.data import Rollout, both_stages, make_data, short_prompts
 from qspec.train.head import HeadLearner
 from qspec.train.head_data import draft_ids, frequent_ids, lay_out, split
 from qspec.tune.search import tune
+from tests.arms import Letters
 from tests.jobs import job, training_data
 from tests.tiny import tiny_model
 
@@ -262,6 +263,22 @@ def test_data_is_made_anew_for_what_decides_it_and_nothing_else(made, tmp_path, 
     assert content(tmp_path / "data") == content(tmp_path / "fresh")
     assert bool(said) == (content(tmp_path / "data") != before)
     assert make(made, tmp_path / "data", **change) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"prompt_tokens": 8}, "training.data.prompt_tokens 8: leaves out each of 10,000 requests"),
+        ({"prompts": [{"name": "blank.jsonl"}]}, "blank.jsonl: hold no request"),
+    ],
+)
+def test_prompts_that_never_fit_are_refused(tmp_path, monkeypatch, changes, rule):
+    """Would catch a training that looks for a prompt for ever: all are too long, or a data set asks nothing."""
+    monkeypatch.chdir(tmp_path)
+    Path("blank.jsonl").write_text('{"text": ""}\n')
+    spec = TrainingData.model_validate(training_data(tmp_path, 64) | changes)
+    with pytest.raises(SourceError, match=rule):
+        next(short_prompts(spec, Letters(), 0))
 
 
 def test_another_target_reads_and_answers_anew(made, tmp_path):
