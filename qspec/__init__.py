@@ -71,7 +71,8 @@ def quantize(
     """
     from qspec import pipeline
     from qspec.schema.problems import validate
-    from qspec.schema.recipe import CalibrationSpec, ModelSpec
+    from qspec.schema.quantization import ModelSpec
+    from qspec.schema.recipe import CalibrationSpec
 
     spec = {"model": model, "revision": revision, "quantization": quantization}
     texts = validate(CalibrationSpec, calibration or {}, "calibration")

@@ -171,8 +171,7 @@ def train_draft(
     from qspec.schema.recipe import Recipe
 
     job = Recipe.read(recipe, tuple(overrides or ()))
-    kind = "draft" if job.draft.kind == "model" else "head"
-    draft = pipeline.train_draft(job, out or Path("runs") / f"{job.name}-{kind}")
+    draft = pipeline.train_draft(job, out or Path("runs") / f"{job.name}-{job.draft.trained_as or 'draft'}")
     print(f"{draft}: trained; try: qspec run {recipe} --set draft.model={draft}")
 
 
@@ -192,7 +191,8 @@ def quantize(
     from qspec import pipeline
     from qspec.schema.overrides import set_value
     from qspec.schema.problems import validate
-    from qspec.schema.recipe import CalibrationSpec, ModelSpec
+    from qspec.schema.quantization import ModelSpec
+    from qspec.schema.recipe import CalibrationSpec
 
     told: dict[str, Any] = {"quantization": {"scheme": scheme}, "calibration": {}}
     for override in overrides or ():

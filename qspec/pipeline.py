@@ -11,14 +11,14 @@ from qspec.errors import OutputError, RecipeError
 from qspec.measure.arms import Arms, Originals, load_originals, measure_accuracy, original_runs, own_arms
 from qspec.measure.bench import bench
 from qspec.measure.rehearse import rehearse
-from qspec.models.load import load, source_dtype
+from qspec.models.load import load, resolve_model, source_dtype
 from qspec.models.vocab import limited
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import engine_name
 from qspec.pair.check import check, read_manifest, weight_digests
 from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package, refuse_guessed, seal
-from qspec.planning.planned import PlannedPair, plan_half, resolve_model
+from qspec.planning.planned import PlannedPair, plan_half
 from qspec.planning.preview import admit
 from qspec.progress import Progress, setup_log
 from qspec.provenance import (
@@ -33,15 +33,9 @@ from qspec.quantization.gptq import require_judge
 from qspec.quantization.job import Calibration, quantize_model, quantized_half
 from qspec.records import QuantizedModel
 from qspec.report.page import report
-from qspec.schema.recipe import (
-    CalibrationSpec,
-    FusionSpec,
-    MlpDraft,
-    ModelDraft,
-    ModelSpec,
-    Recipe,
-    SelfDraft,
-)
+from qspec.schema.drafts import DraftSpec, MlpDraft, ModelDraft
+from qspec.schema.quantization import ModelSpec
+from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
 from qspec.schema.results import Accuracy, Record, Results, Speed
 from qspec.schemes.build import validate_plan
 from qspec.train.head import train_head
@@ -49,6 +43,8 @@ from qspec.train.model import distill
 from qspec.train.processes import barrier, processes
 
 R = TypeVar("R", bound=Record)
+
+TRAINERS: dict[type[DraftSpec], Callable[..., Path]] = {MlpDraft: train_head, ModelDraft: distill}
 
 
 __all__ = ["check", "open_pair", "run"]
@@ -115,9 +111,9 @@ def quantize_halves(
     target = quantized_half(recipe, recipe.target.quantization, originals.target, text, work / "target")
     if originals.draft is None:
         return target, None
-    assert isinstance(recipe.draft, ModelDraft | SelfDraft)
-    draft = quantized_half(recipe, recipe.draft.quantization, originals.draft, text, work / "draft")
-    size = recipe.draft.draft_vocab
+    spec, size = recipe.draft.quantized, recipe.draft.head_rows
+    assert spec is not None, f"a draft of kind {recipe.draft.kind} is no model"
+    draft = quantized_half(recipe, spec, originals.draft, text, work / "draft")
     return target, limited(draft, size, text.rows) if size else draft
 
 
@@ -127,7 +123,7 @@ def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = Non
     A call that was killed goes on where it stopped. Raises `RecipeError` for a recipe without such a draft.
     """
     out, progress, draft = Path(out), progress or Progress(), recipe.draft
-    if not isinstance(draft, MlpDraft | ModelDraft) or draft.training is None:
+    if draft.trains is None:
         fix = "give it kind: mlp_speculator or model, and a training section"
         raise RecipeError(f"draft of {recipe.name}", "is nothing that is trained", fix)
     admit(recipe)
@@ -140,9 +136,7 @@ def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = Non
             quantized_half(recipe, recipe.target.quantization, model, text, out / "target")
         barrier()
         target = compressed.read(out / "target")
-        if isinstance(draft, MlpDraft):
-            return train_head(recipe, target, out, progress)
-        return distill(recipe, model, target, out, progress)
+        return TRAINERS[type(draft)](recipe, draft, model, target, out, progress)
 
 
 def quantize_checkpoint(
@@ -185,8 +179,8 @@ def _bench(arms: Arms, progress: Progress) -> Speed:
 
 def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed | None) -> Results:
     notes = {"target": pair.model.notes}
-    if pair.draft_model is not None:
-        notes["draft"] = pair.draft_model.notes
+    if pair.draft.model is not None:
+        notes["draft"] = pair.draft.model.notes
     elsewhere = f"Speed was not measured: this run had no GPU, and the pair is for {recipe.device} (measure it there)."
     return Results(
         name=recipe.name,

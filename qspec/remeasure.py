@@ -19,6 +19,7 @@ from qspec.models.vocab import match_rows
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import engine_name
 from qspec.pair.check import check, measured, read_manifest, weight_digests
+from qspec.pair.drafters.registry import kind_of
 from qspec.pair.open import LoadedPair, compute_dtype, open_pair
 from qspec.pair.package import seal
 from qspec.progress import Progress
@@ -27,7 +28,8 @@ from qspec.records import LoadedModel, QuantizedModel
 from qspec.report.page import report
 from qspec.report.verdict import losslessness
 from qspec.schema.manifest import Half
-from qspec.schema.recipe import Backend, BenchmarkSpec, ModelDraft, ModelSpec, Recipe
+from qspec.schema.quantization import ModelSpec
+from qspec.schema.recipe import Backend, BenchmarkSpec, Recipe
 from qspec.schema.results import Accuracy, Results, TaskResult
 from qspec.serving.vllm import original_serving, serving
 
@@ -226,8 +228,9 @@ def _originals(pair: LoadedPair) -> dict[str, Arm]:
     draft: LoadedModel | None = None
     try:
         target = load_original(recipe.target, pair.manifest.target)
-        if isinstance(recipe.draft, ModelDraft) and recipe.draft.training is None:
-            draft = match_rows(load_original(recipe.draft, pair.manifest.draft), target.arch.vocab_size)
+        source = recipe.draft.source
+        if kind_of(recipe.draft).separate and source is not None and recipe.draft.trains is None:
+            draft = match_rows(load_original(source, pair.manifest.draft), target.arch.vocab_size)
     except SourceError as error:
         raise SourceError(error.value, error.rule, f"{error.fix}, or leave it out: --no-original") from error
     return original_runs(Arms(recipe, Originals(target, draft), pair))

@@ -45,6 +45,7 @@ HOMES = {
     "numpy": "bridges",
     "triton": "ops.cuda",
     "pydantic": "schema",
+    "pydantic_core": "schema",
     "yaml": "schema",
     "typer": "cli",
     "tqdm": "progress",

@@ -6,7 +6,7 @@ import pytest
 
 from qspec.eval_files import eval_dir
 from qspec.models.load import resolve_arch
-from qspec.schema.recipe import ModelSpec
+from qspec.schema.quantization import ModelSpec
 from qspec.schemes.footprint import footprint
 
 PUBLISHED = {

@@ -31,6 +31,7 @@ from qspec.numerics.quantization.blocks import PerChannel, PerTensor
 from qspec.numerics.quantization.formats import FP8_E4M3, INT4, SCALE_FLOOR
 from qspec.numerics.statistics.fidelity import kl_divergence
 from qspec.pair.check import lint, overridden, read_manifest, stale
+from qspec.pair.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
 from qspec.pair.package import package
 from qspec.plan import KVScheme, QuantPlan
 from qspec.planning.planned import resolve
@@ -48,12 +49,11 @@ from qspec.quantization.stream import Job, stream
 from qspec.records import EMBEDDING, LoadedModel, QLinear, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.manifest import Half, Manifest, TokenizerInfo, Validity
-from qspec.schema.quantization import KVSpec, QuantSpec, RuleSpec, SmoothingSpec
-from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec, ModelSpec, Recipe, TaskSpec
+from qspec.schema.quantization import KVSpec, ModelSpec, QuantSpec, RuleSpec, SmoothingSpec
+from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec, Recipe, TaskSpec
 from qspec.schema.results import Equality, Mismatch, Results
 from qspec.schemes.build import build_plan, validate_plan
 from qspec.schemes.device_rules import device_findings
-from qspec.schemes.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
 from qspec.speculation.length import policies as draft_length
 from qspec.speculation.stats import SpecStats
 from qspec.speculation.types import StepRecord

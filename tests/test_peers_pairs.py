@@ -24,6 +24,7 @@ from qspec.measure.evaluate import compare
 from qspec.models.layers import truncate_layers
 from qspec.nn.eager.decoder import Decoder
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
+from qspec.pair.exports import transformers_snippet
 from qspec.pair.head import head_folder
 from qspec.pair.open import open_pair
 from qspec.pair.package import package
@@ -36,12 +37,12 @@ from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.report.verdict import blockers, findings, lost_acceptance
+from qspec.schema.drafts import MlpDraft
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import MlpDraft, Recipe, TaskSpec
+from qspec.schema.recipe import Recipe, TaskSpec
 from qspec.schema.results import Acceptance, Accuracy, Measurement, Results, Speed, TaskResult
 from qspec.schema.training import TrainingData
 from qspec.schemes.build import build_plan
-from qspec.schemes.exports import transformers_snippet
 from qspec.serving.vllm import serving
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.train import data as draft_data, loop as train_draft

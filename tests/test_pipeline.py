@@ -15,7 +15,8 @@ from qspec.nn.eager.decoder import Decoder
 from qspec.pair import open as open_pair
 from qspec.progress import Progress
 from qspec.provenance import sole_writer
-from qspec.schema.recipe import ModelSpec, Recipe
+from qspec.schema.quantization import ModelSpec
+from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
 from qspec.tune.search import tune
 from tests.jobs import INT4, INT8, NGRAM_DRAFT, SELF_DRAFT, job
@@ -88,8 +89,8 @@ def test_fast_kernels_generate_what_their_twins_do(model: Path, tmp_path: Path) 
 def test_halves_load_in_transformers_and_agree_with_our_engine(model: Path, tmp_path: Path) -> None:
     """Catches a checkpoint that only we can read, or that means something else to transformers."""
     pair = qspec.load_pair(pipeline.run(job(tmp_path, model), tmp_path / "out", progress=QUIET))
-    assert pair.draft_model is not None
-    halves = {"target": pair.target, "draft": Decoder.from_quantized(pair.draft_model)}
+    assert pair.draft.model is not None
+    halves = {"target": pair.target, "draft": Decoder.from_quantized(pair.draft.model)}
     for name, decoder in halves.items():
         decoder.truncate(0)
         theirs, ours = logits(transformers_model(pair.folder / name)), decoder.forward(IDS[0])

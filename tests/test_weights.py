@@ -5,7 +5,9 @@ from pathlib import Path
 from qspec.bridges import speculator
 from qspec.bridges.tensors import read_tensors
 from qspec.models.load import locate
-from qspec.schema.recipe import MlpDraft, ModelSpec, Recipe
+from qspec.schema.drafts import MlpDraft
+from qspec.schema.quantization import ModelSpec
+from qspec.schema.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 

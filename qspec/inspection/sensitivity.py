@@ -10,8 +10,7 @@ from typing import Any
 from qspec.bridges.text import calibration_rows
 from qspec.errors import RecipeError
 from qspec.inspection.model import fitting_group
-from qspec.models.load import load, resolve_arch
-from qspec.planning.planned import resolve_model, stored_width
+from qspec.models.load import load, resolve_arch, resolve_model, stored_width
 from qspec.progress import Progress
 from qspec.quantization.allocate import Solution, assumed_plan, best_uniform, solve
 from qspec.quantization.rotate import prepare, prepared_arch

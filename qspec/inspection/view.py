@@ -22,9 +22,11 @@ from qspec.readable import size
 from qspec.records import Tokenizer
 from qspec.report.document import Block, Details, Document, Heading, Table
 from qspec.report.render.text import table_lines
+from qspec.schema.drafts import DRAFTS
 from qspec.schema.manifest import NAME, Manifest
 from qspec.schema.problems import validate
-from qspec.schema.recipe import CalibrationSpec, DataSpec, ModelSpec
+from qspec.schema.quantization import ModelSpec
+from qspec.schema.recipe import CalibrationSpec, DataSpec
 
 TEXTS, LENGTH = 16, 256
 """Calibration texts and their tokens: enough to see outliers, few enough to wait for."""
@@ -69,7 +71,7 @@ def _model(spec: ModelSpec, data: str | None, progress: Progress) -> ModelView:
 
 def _pair(folder: Path, manifest: Manifest, data: str | None, progress: Progress) -> PairView:
     named = {"target": manifest.target.folder, "draft": manifest.draft.folder}
-    if manifest.draft.kind == "mlp_speculator":  # no transformer to look into
+    if DRAFTS[manifest.draft.kind].drafts_from != "model":  # no transformer to look into
         del named["draft"]
     if named["target"] is None:
         raise IntegrityError(f"{NAME}: target", "has no folder", "package the pair again, or fetch an intact copy")

@@ -9,30 +9,23 @@ import torch
 from qspec.bridges import compressed
 from qspec.measure.arm import Arm
 from qspec.measure.evaluate import evaluate
-from qspec.models.layers import truncate_layers
 from qspec.models.load import load, resolve_arch
-from qspec.models.vocab import check_tokenizers, match_rows, real_vocab
+from qspec.models.vocab import real_vocab
 from qspec.nn.engines import AnyDecoder, open_decoder
 from qspec.numerics.roofline import PassCost
-from qspec.pair.drafters import draft_policy, model_drafter
-from qspec.pair.head import head_folder
+from qspec.pair.drafters.kind import Weights
+from qspec.pair.drafters.registry import draft_policy, kind_of
 from qspec.pair.open import LoadedPair, compute_dtype, engine_options
-from qspec.planning.planned import computed_with, head_rows, require_trained
+from qspec.planning.planned import computed_with
 from qspec.progress import Progress
 from qspec.provenance import (
     staged_dir,
 )
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.devices import read_device
-from qspec.schema.recipe import (
-    MlpDraft,
-    ModelDraft,
-    NgramDraft,
-    Recipe,
-    SelfDraft,
-)
+from qspec.schema.recipe import Recipe
 from qspec.schema.results import Accuracy
-from qspec.schemes.footprint import footprint, mlp_footprint
+from qspec.schemes.footprint import footprint
 from qspec.speculation.drafters.ngram import NgramDrafter
 from qspec.speculation.types import Drafter
 
@@ -46,7 +39,7 @@ def own_arms(pair: LoadedPair) -> dict[str, Arm]:
     plain = _plain(pair.target, cost)
     drafted = _drafted(plain, cost, pair.drafter, draft_cost(pair), pair.recipe)
     arms = {"quantized": plain, "quantized + draft": replace(drafted, new_drafter=pair.new_drafter)}
-    if not isinstance(pair.recipe.draft, NgramDraft):
+    if pair.recipe.draft.beside_lookup:
         arms["quantized + prompt lookup"] = _drafted(plain, cost, NgramDrafter(), None, pair.recipe)
     return arms
 
@@ -56,8 +49,8 @@ def original_arms(pair: LoadedPair, original: Opened, draft: Opened | None = Non
     recipe, (model, target) = pair.recipe, original
     cost, drafter, drafting = _cost(model, recipe), pair.new_drafter(), draft_cost(pair)
     if draft is not None:
-        assert isinstance(recipe.draft, ModelDraft)
-        drafter = model_drafter(draft[1], recipe.draft, model.arch, real_vocab(model.tokenizer))
+        weights, tokens = Weights(decoder=draft[1]), real_vocab(model.tokenizer)
+        drafter = kind_of(recipe.draft).drafter(weights, model.arch, tokens)
         drafting = _cost(draft[0], recipe)
     plain = _plain(target, cost)
     return {"original": plain, "original + draft": _drafted(plain, cost, drafter, drafting, recipe)}
@@ -65,9 +58,11 @@ def original_arms(pair: LoadedPair, original: Opened, draft: Opened | None = Non
 
 def draft_cost(pair: LoadedPair) -> PassCost | None:
     """What the pair's draft reads and computes for a token; None for a lookup."""
-    if isinstance(pair.recipe.draft, MlpDraft):
-        return mlp_footprint(pair.recipe.draft, pair.model.arch, _width(pair.recipe)).cost
-    return None if pair.draft_model is None else _cost(pair.draft_model, pair.recipe, head_rows(pair.recipe))
+    recipe, model = pair.recipe, pair.draft.model
+    if model is not None:
+        return _cost(model, recipe, recipe.draft.head_rows)
+    head = kind_of(recipe.draft).footprint(pair.model.arch, _width(recipe))
+    return None if head is None else head.cost
 
 
 def _plain(target: AnyDecoder, cost: PassCost) -> Arm:
@@ -108,17 +103,11 @@ def load_originals(recipe: Recipe, progress: Progress) -> Originals:
     a draft with another tokenizer before compute.
     """
     progress.stage("load")
-    require_trained(recipe.draft)
-    head = head_folder(recipe.draft, resolve_arch(recipe.target)) if isinstance(recipe.draft, MlpDraft) else None
+    kind = kind_of(recipe.draft)
+    kind.require_trained()
+    head = kind.require_files(resolve_arch(recipe.target))
     target = load(recipe.target)
-    if isinstance(recipe.draft, SelfDraft):
-        layers = recipe.draft.layers
-        return Originals(target, target if layers is None else truncate_layers(target, layers))
-    if not isinstance(recipe.draft, ModelDraft):
-        return Originals(target, None, head)
-    draft = load(recipe.draft)
-    check_tokenizers(target.tokenizer, draft.tokenizer)
-    return Originals(target, match_rows(draft, target.arch.vocab_size))
+    return Originals(target, kind.original(target), head)
 
 
 @dataclass(frozen=True)
@@ -150,7 +139,7 @@ def measure_accuracy(arms: Arms, out: Path, progress: Progress) -> Accuracy:
     progress.stage("evaluate")
     recipe, target = arms.recipe, arms.originals.target
     folders: dict[str, Path | None] = {"original": None, "quantized": arms.pair.folder / "target"}
-    if any("hf" in task.backends for task in recipe.evaluation.tasks):
+    if recipe.asks_transformers:
         folders["original"] = out / "work" / "original"
         with staged_dir(out / "work" / "original") as part:
             compressed.write_float(target, part, compute_dtype(recipe.dtype))
@@ -171,6 +160,6 @@ def measure_accuracy(arms: Arms, out: Path, progress: Progress) -> Accuracy:
 def original_runs(arms: Arms) -> dict[str, Arm]:
     """The arms of the models as they came. A draft that is a copy of the target is the pair's own for both."""
     target, draft = arms.originals.target, arms.originals.draft
-    if draft is None or not isinstance(arms.recipe.draft, ModelDraft):
+    if draft is None or not kind_of(arms.recipe.draft).separate:
         return original_arms(arms.pair, (target, arms.original))
     return original_arms(arms.pair, (target, arms.original), (draft, arms.float_decoder(draft)))

@@ -10,7 +10,7 @@ from qspec.measure.arm import Arm, Request
 from qspec.measure.stats import ArmFacts
 from qspec.nn.lm import BatchLM
 from qspec.numerics.statistics.paired import detectable_ratio, geometric_mean, quartiles
-from qspec.pair.drafters import request_policy
+from qspec.pair.drafters.registry import request_policy
 from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import BatchSpeed, Measurement, Spread

@@ -15,7 +15,7 @@ from qspec.measure.prove import marginals
 from qspec.measure.stats import ArmFacts
 from qspec.nn.engines import device_of
 from qspec.nn.lm import LM
-from qspec.pair.drafters import draft_lm
+from qspec.pair.drafters.registry import draft_lm
 from qspec.progress import Progress
 from qspec.records import Tokenizer
 from qspec.schema.recipe import BenchmarkSpec, Recipe

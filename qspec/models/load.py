@@ -17,9 +17,14 @@ from qspec.bridges.hub import fetch_config, fetch_model, fetch_notices, fetch_to
 from qspec.errors import SourceError
 from qspec.eval_files import eval_dir
 from qspec.records import ArchMap, LoadedModel, QuantizedModel, Tokenizer
-from qspec.schema.recipe import ModelSpec, Recipe
+from qspec.schema.quantization import ModelSpec
+from qspec.schema.recipe import Dtype, Recipe
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+STORED = 2
+"""Bytes of a stored value where only a model's shape is known: nearly all models come in 16 bits."""
 
 
 NOTICES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
@@ -96,6 +101,20 @@ def resolve_config(spec: ModelSpec) -> dict[str, Any]:
     if where.kind == "gguf":
         return config_from_gguf(GGUFFile(where.path))
     return read_config(where.path)
+
+
+def resolve_model(spec: ModelSpec, dtype: Dtype = "auto") -> tuple[ArchMap, int]:
+    """Shape of a model, and bytes of a float of it that is not quantized as `run` would store it; no weights."""
+    config = resolve_config(spec)
+    return arch_from_config(config), stored_width(dtype, config)
+
+
+def stored_width(dtype: Dtype, config: Mapping[str, Any]) -> int:
+    """Bytes of a float in the recipe's dtype, or with `auto` in that of the model's `config.json`."""
+    if dtype != "auto":
+        return int(getattr(torch, dtype).itemsize)
+    only_shape = "_source" in config and not (config.get("dtype") or config.get("torch_dtype"))
+    return STORED if only_shape else source_dtype(config).itemsize
 
 
 def resolve_tokenizer(spec: ModelSpec) -> Tokenizer:

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from qspec.bridges import speculator
 from qspec.bridges.compressed import lint_scale, read
-from qspec.bridges.tensors import read_tensors
-from qspec.errors import IntegrityError, OutputError, QspecError
+from qspec.errors import IntegrityError, QspecError
 from qspec.models.vocab import check_heads, check_tokenizers, differing_parts, real_vocab
+from qspec.pair.drafters.registry import kind_of
 from qspec.provenance import sha256_file
-from qspec.records import EMBEDDING, QuantizedModel, layer_number
+from qspec.records import QuantizedModel, layer_number
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
 from qspec.schema.problems import short, validate
-from qspec.schema.recipe import LookupDraft, Recipe
+from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
 
 _FETCH = "package the pair again, or fetch an intact copy"
@@ -40,8 +39,8 @@ def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
     findings = [f"{len(manifest.files)} files, {size / 1e6:.1f} MB: sizes and sha256 match {NAME}"]
     halves: dict[str, QuantizedModel] = {}
     for name, half in (("target", manifest.target), ("draft", manifest.draft)):
-        if half.kind == "mlp_speculator":
-            findings.append(_check_head(pair / "draft", halves["target"]))
+        if name == "draft" and (found := kind_of(recipe.draft).check(pair / "draft", halves["target"])) is not None:
+            findings.append(found)
         elif half.folder is not None:
             halves[name] = _check_half(pair / half.folder, half, findings)
     _check_vocabulary(manifest, halves["target"], halves.get("draft"), findings)
@@ -62,7 +61,7 @@ def _check_recipe(manifest: Manifest) -> Recipe:
         rule = f"is listed, but the recipe says {recipe.draft.kind!r}"
         raise IntegrityError(f"{NAME}: draft kind {manifest.draft.kind!r}", rule, _FETCH)
     folders = (manifest.target.folder, manifest.draft.folder)
-    if folders != ("target", None if isinstance(recipe.draft, LookupDraft) else "draft"):
+    if folders != ("target", recipe.draft.folder):
         raise IntegrityError(f"{NAME}: folders {folders}", "a pair's halves lie in target and draft", _FETCH)
     return recipe
 
@@ -121,32 +120,6 @@ def _check_half(folder: Path, half: Half, findings: list[str]) -> QuantizedModel
         f"{half.folder}: {', '.join(f'{n} x {scheme}' for scheme, n in counts.items())}; every number is usable"
     )
     return model
-
-
-def _check_head(folder: Path, target: QuantizedModel) -> str:
-    """Read a speculator head and look at every number in it."""
-    embedding_VH = target.tensors[EMBEDDING]
-    try:
-        head = speculator.read(folder, embedding_VH, embedding_VH)
-        check_scales(folder)
-    except QspecError as error:
-        raise IntegrityError(f"draft/: {error.value}", error.rule, error.fix) from error
-    for name, tensor in head.named_parameters():
-        if not bool(torch.isfinite(tensor).all()):
-            raise IntegrityError(f"draft/: {name}", "holds NaN or infinity", _FETCH)
-    s = head.shape
-    return f"draft: {s.n_predict} speculator heads for {s.drafted} of {s.vocab_size} ids; every number is usable"
-
-
-def check_scales(folder: Path) -> None:
-    """Every stored scale of a half is usable; raises `IntegrityError` naming the first that is not. Reads no codes."""
-    tensors = read_tensors(folder)
-    try:
-        for name in tensors:
-            if name.endswith("_scale"):
-                lint_scale(name, tensors[name])
-    except OutputError as error:
-        raise IntegrityError(f"{folder.name}: {error.value}", error.rule, _FETCH) from error
 
 
 def scheme_counts(model: QuantizedModel) -> dict[str, int]:

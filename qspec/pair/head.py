@@ -2,16 +2,22 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from qspec.bridges import speculator
+from qspec.bridges.compressed import lint_scale
 from qspec.bridges.hub import fetch_model
-from qspec.errors import RecipeError
+from qspec.bridges.tensors import read_tensors
+from qspec.errors import IntegrityError, OutputError, QspecError, RecipeError
 from qspec.models.load import locate
 from qspec.nn.cpp.int8_map import Int8Map
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, swap_linears
 from qspec.records import EMBEDDING, HEAD, ArchMap, LoadedModel, QuantizedModel
-from qspec.schema.recipe import MlpDraft, ModelSpec
+from qspec.schema.drafts import MlpDraft
+from qspec.schema.quantization import ModelSpec
+
+_FETCH = "fetch an intact copy of the pair"
 
 
 def shape_of(draft: MlpDraft, arch: ArchMap) -> SpeculatorShape:
@@ -55,3 +61,29 @@ def target_rows(target: LoadedModel | QuantizedModel) -> tuple[Tensor, Tensor]:
     if isinstance(target, QuantizedModel) and "lm_head" in target.linears:
         return embedding_VH, target.linears["lm_head"].weight.dequantize()
     return embedding_VH, target.tensors.get(HEAD, embedding_VH)
+
+
+def check_head(folder: Path, target: QuantizedModel) -> str:
+    """Read a speculator head and look at every number in it."""
+    embedding_VH = target.tensors[EMBEDDING]
+    try:
+        head = speculator.read(folder, embedding_VH, embedding_VH)
+        check_scales(folder)
+    except QspecError as error:
+        raise IntegrityError(f"draft/: {error.value}", error.rule, error.fix) from error
+    for name, tensor in head.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            raise IntegrityError(f"draft/: {name}", "holds NaN or infinity", _FETCH)
+    s = head.shape
+    return f"draft: {s.n_predict} speculator heads for {s.drafted} of {s.vocab_size} ids; every number is usable"
+
+
+def check_scales(folder: Path) -> None:
+    """Every stored scale of a half is usable; raises `IntegrityError` naming the first that is not. Reads no codes."""
+    tensors = read_tensors(folder)
+    try:
+        for name in tensors:
+            if name.endswith("_scale"):
+                lint_scale(name, tensors[name])
+    except OutputError as error:
+        raise IntegrityError(f"{folder.name}: {error.value}", error.rule, _FETCH) from error

@@ -19,24 +19,19 @@ from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.cpp.offload import OffloadedDecoder
 from qspec.nn.engines import AnyDecoder, gpu_for, open_decoder, settings_obstacle
 from qspec.nn.lm import BatchLM
-from qspec.nn.mlp_speculator import MLPSpeculator
 from qspec.ops.select import Kernels
-from qspec.pair.check import check_scales
-from qspec.pair.drafters import draft_lm, draft_policy, lookup_drafter, mlp_drafter, model_drafter, request_policy
-from qspec.pair.head import open_head
+from qspec.pair.drafters.kind import Weights
+from qspec.pair.drafters.registry import (
+    draft_policy,
+    kind_of,
+    request_policy,
+)
+from qspec.pair.head import check_scales
 from qspec.pair.text_stream import TextStream
 from qspec.records import QuantizedModel
 from qspec.schema.manifest import NAME, Manifest
 from qspec.schema.problems import validate
-from qspec.schema.recipe import (
-    MOST_SEED,
-    Dtype,
-    LookupDraft,
-    MlpDraft,
-    ModelDraft,
-    Recipe,
-    SelfDraft,
-)
+from qspec.schema.recipe import MOST_SEED, Dtype, Recipe
 from qspec.schema.sizes import parse_bytes
 from qspec.speculation import engine
 from qspec.speculation.batch import Prompt, generate_batch as run_batch
@@ -68,11 +63,10 @@ class LoadedPair:
     manifest: Manifest
     recipe: Recipe
     model: QuantizedModel
-    draft_model: QuantizedModel | None
     target: AnyDecoder
+    draft: Weights
     drafter: Drafter
     policy: DraftLength
-    head: MLPSpeculator | None = None
     batch_policies: dict[int, list[DraftLength]] = field(default_factory=dict)  # by the size of batches
 
     def generate(
@@ -170,9 +164,7 @@ class LoadedPair:
 
     def new_drafter(self) -> Drafter:
         """A drafter on the same draft weights, with a cache and a memory of its own."""
-        decoder = draft_lm(self.drafter)
-        fork = decoder.fork() if isinstance(decoder, AnyDecoder) else None
-        return _drafter(self.recipe, self.model, self.draft_model, fork, self.head)
+        return _drafter(self.recipe, self.model, self.draft.fork())
 
     def _sampling(self, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
         """The recipe's, where nothing else is asked for."""
@@ -225,21 +217,20 @@ def open_pair(
     else:
         _refuse_torch(compute_dtype(recipe.dtype), kernels)
         target = OffloadedDecoder.open(model, _weights_name(manifest), limit, most, direct_io)
-    draft = _half(folder / "draft") if isinstance(recipe.draft, ModelDraft | SelfDraft) else None
-    head = open_head(folder / "draft", model) if isinstance(recipe.draft, MlpDraft) else None
+    half = _half(folder / "draft") if recipe.draft.quantized is not None else None
     decoder = None
-    if draft is not None:
-        decoder = open_decoder(draft, max_length=min(target.max_length, draft.arch.max_positions), **options)
+    if half is not None:
+        decoder = open_decoder(half, max_length=min(target.max_length, half.arch.max_positions), **options)
+    draft = kind_of(recipe.draft).open(folder / "draft", model, half, decoder)
     return LoadedPair(
         folder,
         manifest,
         recipe,
         model,
-        draft,
         target,
-        _drafter(recipe, model, draft, decoder, head),
+        draft,
+        _drafter(recipe, model, draft),
         draft_policy(recipe.speculation.draft_length),
-        head,
     )
 
 
@@ -273,22 +264,9 @@ def compute_dtype(name: Dtype) -> torch.dtype:
     return torch.float32 if name == "auto" else getattr(torch, name)
 
 
-def _drafter(
-    recipe: Recipe,
-    target: QuantizedModel,
-    draft: QuantizedModel | None,
-    decoder: AnyDecoder | None,
-    head: MLPSpeculator | None,
-) -> Drafter:
-    if isinstance(recipe.draft, LookupDraft):
-        return lookup_drafter(recipe.draft)
-    if isinstance(recipe.draft, MlpDraft):
-        assert head is not None
-        return mlp_drafter(head, recipe.draft, target.arch, real_vocab(target.tokenizer))
-    assert draft is not None
-    assert decoder is not None
-    assert isinstance(recipe.draft, ModelDraft | SelfDraft)
-    return model_drafter(decoder, recipe.draft, target.arch, real_vocab(draft.tokenizer))
+def _drafter(recipe: Recipe, target: QuantizedModel, draft: Weights) -> Drafter:
+    drafter: Drafter = kind_of(recipe.draft).drafter(draft, target.arch, real_vocab(target.tokenizer))
+    return drafter
 
 
 def _check_seed(seed: int) -> None:

@@ -4,23 +4,23 @@ from collections.abc import Iterator, Mapping
 import json
 from pathlib import Path
 import shutil
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from qspec.bridges import compressed, speculator
+from qspec.bridges import compressed
 from qspec.errors import IntegrityError, OutputError
 from qspec.models.load import notices, stored_dtype
 from qspec.models.vocab import check_heads, check_tokenizers, real_vocab
 from qspec.numerics.quantization.outliers import same_matrix
 from qspec.pair.check import check, examine, read_manifest, scheme_counts
-from qspec.pair.head import open_head
+from qspec.pair.drafters.registry import kind_of
+from qspec.pair.exports import as_made, exports, vllm_command, vllm_speculative_config
 from qspec.provenance import atomic_write, environment, require_space, sha256_file, staged_dir
 from qspec.records import QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest, TokenizerInfo, Validity
-from qspec.schema.recipe import LookupDraft, MlpDraft, ModelDraft, Recipe, SelfDraft
-from qspec.schemes.exports import as_made, exports, vllm_command, vllm_speculative_config
+from qspec.schema.recipe import Recipe
 from qspec.schemes.footprint import footprint
 
 TARGET, DRAFT, REPORT = "target", "draft", "report"
@@ -54,8 +54,7 @@ def package(
             compressed.write(model, part / name, stored_dtype(recipe, model))
             for path in notices(model.source):
                 shutil.copyfile(path, part / name / path.name)
-        if head is not None:
-            speculator.write(open_head(head, target), part / DRAFT, speculator.read_config(head).get("qspec"))
+        kind_of(recipe.draft).write(part / DRAFT, target, head)
         (part / NAME).write_bytes(_manifest(target, draft, recipe, part).dump())
         _, read = examine(part)
         for name, model in halves.items():
@@ -136,7 +135,7 @@ def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Reci
     )
 
 
-def _half(kind: Literal["model", "self"], folder: str, model: QuantizedModel) -> Half:
+def _half(kind: str, folder: str, model: QuantizedModel) -> Half:
     return Half(
         kind=kind,
         folder=folder,
@@ -148,22 +147,19 @@ def _half(kind: Literal["model", "self"], folder: str, model: QuantizedModel) ->
 
 
 def _draft_half(recipe: Recipe, draft: QuantizedModel | None) -> Half:
-    if isinstance(recipe.draft, MlpDraft):
-        source = {"model": recipe.draft.model, "revision": recipe.draft.revision or ""}
-        return Half(kind=recipe.draft.kind, folder=DRAFT, source=source)
-    if draft is None:
-        assert isinstance(recipe.draft, LookupDraft), f"draft kind {recipe.draft.kind} needs a model"
-        return Half(kind=recipe.draft.kind)
-    assert isinstance(recipe.draft, ModelDraft | SelfDraft)
-    return _half(recipe.draft.kind, DRAFT, draft)
+    spec = recipe.draft
+    if draft is not None:
+        return _half(spec.kind, DRAFT, draft)
+    origin = spec.source
+    source = {} if origin is None else {"model": origin.model, "revision": origin.revision or ""}
+    return Half(kind=spec.kind, folder=spec.folder, source=source)
 
 
 def _speculation(recipe: Recipe, target: QuantizedModel) -> dict[str, Any]:
     """Draft length and sampling as the recipe says, a lookup's own settings, and the command that serves the pair."""
     command = vllm_command(recipe, kv=target.plan.kv, float32=stored_dtype(recipe, target) == torch.float32)
     settings = recipe.speculation.model_dump(mode="json") | {"vllm_command": command}
-    draft = recipe.draft
-    own = {draft.kind: draft.model_dump(mode="json", exclude={"kind"})} if isinstance(draft, LookupDraft) else {}
+    own: dict[str, Any] = kind_of(recipe.draft).settings()
     return settings | own
 
 

@@ -12,7 +12,8 @@ from qspec.planning.planned import PlannedPair, resolve
 from qspec.planning.remarks import draft_findings, remarks, speed_findings
 from qspec.records import Tokenizer
 from qspec.schema.problems import validate
-from qspec.schema.recipe import ModelSpec, Recipe
+from qspec.schema.quantization import ModelSpec
+from qspec.schema.recipe import Recipe
 from qspec.schemes.device_rules import Finding
 
 

@@ -13,7 +13,7 @@ from qspec.quantization.calibrate import KEEP_ROWS
 from qspec.quantization.sensitivity import TOKENS
 from qspec.schema.devices import read_device
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import MMLU_PRO_SUBJECTS, NgramDraft, Recipe, TaskSpec
+from qspec.schema.recipe import MMLU_PRO_SUBJECTS, Recipe, TaskSpec
 
 TOKEN_OVERHEAD = 0.005
 """Seconds per decoded token outside matmuls (an eager torch loop spends 3.5 to 5.4 ms)."""
@@ -161,7 +161,7 @@ def _task_step(task: TaskSpec, cost: PassCost, rate: float, bandwidth: float) ->
 def _bench_step(recipe: Recipe, cost: PassCost, rate: float, bandwidth: float) -> Step:
     bench = recipe.benchmark
     prompts = (bench.per_category or PER_CATEGORY) * (CATEGORIES if bench.categories is None else len(bench.categories))
-    arms = 4 if isinstance(recipe.draft, NgramDraft) else 5  # prompt lookup joins the others
+    arms = 4 + recipe.draft.beside_lookup  # prompt lookup joins the others
     batched = sum(max(size, prompts // size * size) for size in bench.batch_sizes if size > 1)
     runs = (arms * prompts + 2 * batched) * bench.repeats * len(bench.temperatures)
     token = bench.max_new_tokens * _token_seconds(cost, rate, bandwidth)

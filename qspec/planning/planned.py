@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from qspec.bridges import oneshot
-from qspec.bridges.hf import arch_from_config
 from qspec.bridges.text import SUFFIXES, data_names, where_from
-from qspec.errors import RecipeError, SourceError
-from qspec.models.layers import require_layers
-from qspec.models.load import Location, locate, resolve_config, source_dtype
+from qspec.errors import SourceError
+from qspec.models.load import resolve_model
 from qspec.models.vocab import require_limit
 from qspec.numerics.roofline import prefill_seconds
+from qspec.pair.drafters.registry import kind_of
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.planning.duration import HalfCost, Step, steps
 from qspec.planning.forecast import CONTEXT, Duo, rates
@@ -24,18 +22,14 @@ from qspec.records import ArchMap
 from qspec.schema.datasets import dataset
 from qspec.schema.devices import DeviceSheet, read_device
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import Draft, Dtype, MlpDraft, ModelDraft, ModelSpec, Recipe, SelfDraft
+from qspec.schema.recipe import Recipe
 from qspec.schemes.build import build_plan, needs_statistics, resolve_plan
-from qspec.schemes.footprint import Footprint, footprint, kv_window_bytes, mlp_footprint
+from qspec.schemes.footprint import Footprint, footprint, kv_window_bytes
 
 USABLE = 0.9
 """Share of a device's memory that weights and KV may take; the rest is activations and graphs."""
-STORED = 2
-"""Bytes of a stored value where only a model's shape is known: nearly all models come in 16 bits."""
 MOST_PADDING = 1024
 """Head rows by which models of one tokenizer differ at most."""
-TRAINED = {"model": "/draft", "mlp_speculator": "/head"}
-"""Where `train-draft` puts a draft, by its kind, below its output folder."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ class PlannedPair:
     @property
     def calibrates(self) -> bool:
         """Whether any half must see calibration text, or a draft's ids are chosen by it."""
-        return bool(head_rows(self.recipe)) or any(half.reasons for half in self.halves)
+        return bool(self.recipe.draft.head_rows) or any(half.reasons for half in self.halves)
 
     @property
     def drafting(self) -> Footprint | None:
@@ -122,8 +116,9 @@ class PlannedPair:
     def gammas(self) -> tuple[int, int]:
         """The recipe's draft length, and the longest that may be used."""
         length = self.recipe.speculation.draft_length
-        if isinstance(self.recipe.draft, MlpDraft):
-            return min(length.k, self.recipe.draft.n_predict), self.recipe.draft.n_predict
+        most = self.recipe.draft.longest
+        if most is not None:
+            return min(length.k, most), most
         return length.k, max(length.k, length.max_k)
 
     @property
@@ -182,22 +177,13 @@ def resolve(recipe: Recipe) -> PlannedPair:
     width: int = getattr(torch, dtype).itemsize
     arch, stored = resolve_model(recipe.target, recipe.dtype)
     target = plan_half(recipe.target.model, arch, recipe.target.quantization, width, stored)
-    draft, head, own_rows, rows = None, None, arch.vocab_size, head_rows(recipe)
-    if isinstance(recipe.draft, ModelDraft) and is_untrained(recipe.draft):
-        assert recipe.draft.training is not None
-        asked = recipe.draft.training.layers
-        require_layers(asked, arch)
-        own = arch.keep(range(asked) if isinstance(asked, int) else asked)
-        draft = plan_half(recipe.draft.model, own, recipe.draft.quantization, width, stored, rows)
-    elif isinstance(recipe.draft, ModelDraft):
-        own, own_stored = resolve_model(recipe.draft, recipe.dtype)
-        own_rows, padded = own.vocab_size, replace(own, vocab_size=arch.vocab_size)
-        draft = plan_half(recipe.draft.model, padded, recipe.draft.quantization, width, own_stored, rows)
-    elif isinstance(recipe.draft, SelfDraft):
-        own = _truncated(arch, recipe.draft.layers)
-        draft = plan_half(recipe.target.model, own, recipe.draft.quantization, width, stored, rows)
-    elif isinstance(recipe.draft, MlpDraft):
-        head = mlp_footprint(recipe.draft, arch, width)
+    kind = kind_of(recipe.draft)
+    shape, draft = kind.shape(recipe, arch), None
+    if shape is not None:
+        own = stored if shape.width is None else shape.width
+        draft = plan_half(shape.model, shape.arch, shape.quantization, width, own, recipe.draft.head_rows)
+    own_rows = arch.vocab_size if shape is None else shape.own_rows
+    head = kind.footprint(arch, width)
     pair = PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
     _own_files(pair)
     return pair
@@ -208,20 +194,6 @@ def computed_with(recipe: Recipe, sheet: DeviceSheet) -> str:
     if recipe.dtype != "auto":
         return recipe.dtype
     return "float32" if sheet.capability is None else "bfloat16"
-
-
-def resolve_model(spec: ModelSpec, dtype: Dtype = "auto") -> tuple[ArchMap, int]:
-    """Shape of a model, and bytes of a float of it that is not quantized as `run` would store it; no weights."""
-    config = resolve_config(spec)
-    return arch_from_config(config), stored_width(dtype, config)
-
-
-def stored_width(dtype: Dtype, config: Mapping[str, Any]) -> int:
-    """Bytes of a float in the recipe's dtype, or with `auto` in that of the model's `config.json`."""
-    if dtype != "auto":
-        return int(getattr(torch, dtype).itemsize)
-    only_shape = "_source" in config and not (config.get("dtype") or config.get("torch_dtype"))
-    return STORED if only_shape else source_dtype(config).itemsize
 
 
 def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: int, head_rows: int = 0) -> PlannedHalf:
@@ -241,43 +213,6 @@ def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: in
         require_limit(head_rows, arch.vocab_size, schemes["lm_head"])
     found = footprint(arch, schemes, plan.kv, width, head_rows)
     return PlannedHalf(model, arch, spec, plan, schemes, found, plain, original, stored)
-
-
-def head_rows(recipe: Recipe) -> int:
-    """Ids that a draft model's head is run for; 0: all, or no such draft."""
-    return recipe.draft.draft_vocab if isinstance(recipe.draft, ModelDraft | SelfDraft) else 0
-
-
-def is_untrained(draft: ModelDraft | MlpDraft) -> bool:
-    """Whether a draft is to be made by training, and has not been; it is planned by the sizes that it will have.
-
-    What ends as `train-draft` names its result is no Hub id without a revision, though `out/draft` looks like one.
-    """
-    if draft.training is None or draft.model.startswith("package:"):
-        return False
-    try:
-        where = _locate(draft)
-    except SourceError:
-        return True
-    return where.kind == "hub" and not draft.revision and draft.model.endswith(TRAINED[draft.kind])
-
-
-def require_trained(draft: Draft) -> None:
-    """A draft that needs files has them: raises `RecipeError` for one that is yet to be trained, else `SourceError`."""
-    if isinstance(draft, ModelDraft | MlpDraft):
-        if is_untrained(draft):
-            raise RecipeError(f"draft {draft.model}", "is not trained yet", "run `qspec train-draft` on the recipe")
-        _locate(draft)
-
-
-def _locate(draft: ModelDraft | MlpDraft) -> Location:
-    return locate(ModelSpec(model=draft.model, revision=draft.revision))
-
-
-def _truncated(arch: ArchMap, layers: int | None) -> ArchMap:
-    if layers is not None and layers > arch.n_layers:
-        raise RecipeError(f"draft.layers {layers}", f"the target has {arch.n_layers} layers", "keep fewer, or omit it")
-    return arch.keep(range(layers or arch.n_layers))
 
 
 def _known_data(recipe: Recipe) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from qspec.numerics.roofline import bytes_moved, pass_seconds, ridge_rows
+from qspec.pair.exports import exports, transformers_snippet, vllm_command
 from qspec.plan import KVPart, KVScheme, TensorScheme
 from qspec.planning import tune_space
 from qspec.planning.duration import basis
@@ -16,10 +17,9 @@ from qspec.planning.planned import PlannedHalf, PlannedPair, resolve
 from qspec.planning.remarks import remarks
 from qspec.quantization.units import candidate_schemes
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import MlpDraft, Recipe
+from qspec.schema.recipe import Recipe
 from qspec.schemes.build import scheme_label
 from qspec.schemes.device_rules import raise_refused
-from qspec.schemes.exports import exports, transformers_snippet, vllm_command
 from qspec.schemes.footprint import Footprint
 
 
@@ -79,8 +79,8 @@ def _draft_view(pair: PlannedPair) -> dict[str, Any]:
     kind = {"kind": pair.recipe.draft.kind}
     if pair.draft is not None:
         return kind | _half_view(pair.draft)
-    if isinstance(pair.recipe.draft, MlpDraft) and pair.head is not None:
-        return kind | {"model": pair.recipe.draft.model, "parameters": pair.head.parameters}
+    if pair.head is not None and (source := pair.recipe.draft.source) is not None:
+        return kind | {"model": source.model, "parameters": pair.head.parameters}
     return kind
 
 

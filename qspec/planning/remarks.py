@@ -3,16 +3,15 @@
 from collections.abc import Iterator
 
 from qspec.bridges.text import data_names, where_from
+from qspec.pair.drafters.registry import kind_of
 from qspec.planning.forecast import ALPHAS, gain
 from qspec.planning.idle import idle_findings
 from qspec.planning.planned import MOST_PADDING, PlannedHalf, PlannedPair
-from qspec.schema.recipe import ModelDraft
 from qspec.schemes.device_rules import (
     Finding,
     device_findings,
     format_findings,
     outlier_findings,
-    pair_findings,
     rotation_findings,
 )
 
@@ -29,7 +28,7 @@ def remarks(pair: PlannedPair) -> Iterator[Finding]:
     yield from rotation_findings(pair.sheet, pair.recipe)
     yield from outlier_findings(pair.sheet, pair.recipe)
     yield from format_findings(pair.sheet, pair.recipe)
-    yield from pair_findings(pair.sheet, pair.recipe)
+    yield from kind_of(pair.recipe.draft).findings(pair.sheet, pair.recipe)
     if pair.sheet.capability is not None:
         rule = "`run` makes the pair on the CPU, and runs and times it on a GPU only where this machine has one"
         yield Finding("note", f"device {pair.sheet.name}", rule, "run it there, or measure with the serving engine")
@@ -44,7 +43,7 @@ def remarks(pair: PlannedPair) -> Iterator[Finding]:
 def draft_findings(pair: PlannedPair, draft: PlannedHalf) -> Iterator[Finding]:
     """The draft beside its target: size, padding, positions, head."""
     target = pair.target
-    if isinstance(pair.recipe.draft, ModelDraft):
+    if kind_of(pair.recipe.draft).separate:
         ratio = target.bytes.parameters / draft.bytes.parameters
         if ratio < 10:
             rule = f"is {ratio:.1f} times smaller than the target; from 10 times on drafting is cheap"

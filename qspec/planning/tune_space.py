@@ -6,11 +6,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from qspec.errors import RecipeError
+from qspec.pair.drafters.registry import kind_of
 from qspec.planning.planned import PlannedPair, resolve
 from qspec.planning.remarks import remarks
+from qspec.schema.drafts import Draft, NgramDraft, SuffixDraft
 from qspec.schema.problems import validate
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import Draft, MlpDraft, ModelDraft, NgramDraft, Recipe, SelfDraft, SuffixDraft
+from qspec.schema.recipe import Recipe
 from qspec.schema.tuning import (
     Head,
     TuneSpec,
@@ -20,7 +22,7 @@ from qspec.schema.tuning import (
     head_parts,
     with_head,
 )
-from qspec.schemes.device_rules import Finding, device_findings, pair_findings
+from qspec.schemes.device_rules import Finding, device_findings
 from qspec.schemes.footprint import Footprint
 
 PLAIN = "none"
@@ -82,8 +84,8 @@ class Space:
         """Draft lengths that are tried with a draft; 0: plain decoding. A speculator head has a most."""
         if draft == PLAIN:
             return (0,)
-        kind = self.drafts[draft].recipe.draft
-        return tuple(g for g in self.spec.lengths if not isinstance(kind, MlpDraft) or g <= kind.n_predict)
+        most = self.drafts[draft].recipe.draft.longest
+        return tuple(g for g in self.spec.lengths if most is None or g <= most)
 
     @property
     def combinations(self) -> int:
@@ -154,7 +156,7 @@ def _drafts(
 ) -> Iterator[tuple[str | Form, Draft]]:
     schemes = spec.draft_schemes or default_draft_schemes(cpu)
     for name, draft in _kinds(recipe, spec).items():
-        if not isinstance(draft, ModelDraft | SelfDraft):
+        if draft.quantized is None:
             yield name, draft
             continue
         for (scheme, quant), head, (kv_name, kv) in product(schemes.items(), spec.draft_heads, spec.draft_kv.items()):
@@ -208,7 +210,7 @@ def _together(
             yield target, draft
             continue
         both = ours.recipe.model_copy(update={"draft": theirs.recipe.draft})
-        found = [*pair_findings(ours.sheet, both)]
+        found = [*kind_of(both.draft).findings(ours.sheet, both)]
         if theirs.draft is not None:
             found += device_findings(ours.sheet, theirs.draft.possible, theirs.draft.plan.kv, ours.dtype)
         reason = _refusal(found) or _too_large(ours, theirs)

@@ -27,11 +27,7 @@ from qspec.quantization.sensitivity import kept_scores
 from qspec.quantization.stream import Job, stream
 from qspec.records import FusionPlan, LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import (
-    CalibrationSpec,
-    FusionSpec,
-    Recipe,
-)
+from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
 from qspec.schemes.build import build_plan
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from qspec.errors import IntegrityError
+from qspec.schema.drafts import DRAFTS
 from qspec.schema.problems import short, validate
 from qspec.schema.quantization import Strict
 
@@ -48,12 +49,19 @@ class FileEntry(Strict):
 class Half(Strict):
     """Target or draft. `source`: model, revision, sha256 of the original; `schemes`: linear layers by scheme name."""
 
-    kind: Literal["model", "self", "ngram", "suffix", "mlp_speculator"]
+    kind: str
     folder: Inside | None = Field(default=None, description="inside the pair; None for a draft without weights")
     source: dict[str, str] = Field(default_factory=dict)
     quantization: dict[str, Any] | None = None
     schemes: dict[str, int] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        if kind not in DRAFTS:
+            raise ValueError(f"kind {short(kind)} is none of {', '.join(DRAFTS)}; use one of them")
+        return kind
 
 
 class TokenizerInfo(Strict):

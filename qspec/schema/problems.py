@@ -83,7 +83,8 @@ def _locate(loc: tuple[int | str, ...], kind: str, root: type[BaseModel]) -> tup
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
+        choices = getattr(annotation, "choices", None)  # a draft's class follows from its kind
+        return [annotation] if choices is None else list(choices())
     return [m for arg in get_args(annotation) for m in _models_in(arg)]
 
 

@@ -285,3 +285,15 @@ class QuantSpec(Strict):
             rule = "clip.method kl compares histograms of whole tensors: weights of FP8, and static inputs"
             raise ValueError(f"{rule}; set scheme: FP8, activation_scales: auto, or clip.method: mse")
         return self
+
+
+class ModelSpec(Strict):
+    """A model and its quantization.
+
+    `model`: Hub id, local folder, `*.gguf` file, or `package:<import name>/<file>` for weights that an installed
+    Python package carries.
+    """
+
+    model: str = Field(min_length=1)
+    revision: str | None = None
+    quantization: QuantSpec = QuantSpec()

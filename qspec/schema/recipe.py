@@ -10,140 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from qspec.errors import RecipeError
+from qspec.schema.drafts import Draft
 from qspec.schema.overrides import set_value
 from qspec.schema.problems import closest, short, validate
-from qspec.schema.quantization import MOST, QuantSpec, Strict
+from qspec.schema.quantization import MOST, ModelSpec, QuantSpec, Strict
 from qspec.schema.text import dump_yaml, parse_yaml, read_text
-from qspec.schema.training import DistillSpec, HeadSpec
 from qspec.schema.tuning import TuneSpec
 
 Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 MOST_SEED = 2**32 - 1
 """What every random generator that is used takes."""
-
-
-class ModelSpec(Strict):
-    """A model and its quantization.
-
-    `model`: Hub id, local folder, `*.gguf` file, or `package:<import name>/<file>` for weights that an installed
-    Python package carries.
-    """
-
-    model: str = Field(min_length=1)
-    revision: str | None = None
-    quantization: QuantSpec = QuantSpec()
-
-
-Lookup = Literal["none", "ngram", "suffix"]
-"""What may draft before a draft model does: it goes first, the model drafts where it finds nothing or does worse."""
-
-
-class TreeSpec(Strict):
-    """Several continuations at once, verified in one pass: the `nodes` likeliest within `depth` tokens.
-
-    `width`: nodes that each pass of the draft reads, and candidates behind each. The draft length caps the depth.
-    """
-
-    width: int = Field(default=4, ge=1, le=64)
-    depth: int = Field(default=4, ge=1, le=64)
-    nodes: int = Field(default=16, ge=1, le=256)
-
-
-class ModelDraft(ModelSpec):
-    """A smaller model with the same tokenizer. `training`: how `qspec train-draft` makes it of the target's layers.
-
-    `draft_vocab`: ids that it can draft, those that the calibration text holds most often; 0 for all.
-    """
-
-    kind: Literal["model"]
-    draft_vocab: int = Field(default=0, ge=0, le=MOST)
-    lookup: Lookup = "none"
-    tree: TreeSpec | None = None
-    training: DistillSpec | None = None
-
-
-class SelfDraft(Strict):
-    """A copy of the target under its own plan; `layers` keeps only the first so many. `draft_vocab`: as of a model."""
-
-    kind: Literal["self"]
-    draft_vocab: int = Field(default=0, ge=0, le=MOST)
-    layers: int | None = Field(default=None, ge=1)
-    lookup: Lookup = "none"
-    tree: TreeSpec | None = None
-    quantization: QuantSpec = QuantSpec(scheme="W4A16", group_size=64)
-
-
-class NgramDraft(Strict):
-    """Prompt lookup: continue the longest recent match of the last tokens. No weights."""
-
-    kind: Literal["ngram"]
-    min_ngram: int = Field(default=1, ge=1)
-    max_ngram: int = Field(default=3, ge=1, le=64)
-    branches: int = Field(default=1, ge=1, le=64, description="continuations at once; above 1 a tree")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "NgramDraft":
-        if self.min_ngram > self.max_ngram:
-            raise ValueError(f"min_ngram {self.min_ngram} is above max_ngram {self.max_ngram}; swap them")
-        return self
-
-
-class SuffixDraft(Strict):
-    """Suffix lookup: continue the longest match in the running text and in earlier requests, by votes. No weights."""
-
-    kind: Literal["suffix"]
-    min_match: int = Field(default=2, ge=1, le=64)
-    max_match: int = Field(default=32, ge=1, le=1024)
-    across_requests: bool = True
-    memory_mb: float = Field(default=64, ge=0.1, le=1e6, description="10^6 bytes, for earlier requests and this one")
-    branches: int = Field(default=1, ge=1, le=64, description="continuations at once; above 1 a tree")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "SuffixDraft":
-        if self.min_match > self.max_match:
-            raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}; swap them")
-        return self
-
-
-class MlpDraft(Strict):
-    """A combined token/embedding speculator (arXiv 2404.19124), trained before; sizes as in its `config.json`.
-
-    `model`: a folder, `package:…` or Hub id, as of a target. `draft_vocab`: ids that it can draft, 0 for all. `shared`:
-    embedding and output rows are the target's. `candidates` above 1: a tree of so many likeliest paths, `top_k` of
-    each head being looked at. `training`: how `qspec train-draft` makes it.
-    """
-
-    kind: Literal["mlp_speculator"]
-    model: str = Field(min_length=1)
-    revision: str | None = None
-    n_predict: int = Field(default=3, ge=1, le=64)
-    inner_dim: int = Field(default=0, ge=0, le=MOST, description="0: the target's hidden size")
-    tie_weights: bool = False
-    scale_input: bool = False
-    draft_vocab: int = Field(default=0, ge=0, le=MOST)
-    shared: bool = False
-    candidates: int = Field(default=1, ge=1, le=64)
-    top_k: tuple[Annotated[int, Field(ge=1, le=64)], ...] = ()
-    lookup: Lookup = "none"
-    training: HeadSpec | None = None
-
-    @model_validator(mode="after")
-    def _top_k_of_every_head(self) -> "MlpDraft":
-        if self.top_k and len(self.top_k) != self.n_predict:
-            raise ValueError(f"top_k has {len(self.top_k)} entries for {self.n_predict} heads; give one for each")
-        return self
-
-    @model_validator(mode="after")
-    def _own_rows_to_begin_with(self) -> "MlpDraft":
-        if self.shared and self.training is not None and self.training.start == "target":
-            raise ValueError("training.start: target is for rows of its own, shared ones are the target's; omit it")
-        return self
-
-
-LookupDraft = NgramDraft | SuffixDraft
-"""Drafts without weights."""
-Draft = Annotated[ModelDraft | SelfDraft | LookupDraft | MlpDraft, Field(discriminator="kind")]
 
 
 class DataSpec(Strict):
@@ -377,9 +254,15 @@ class Recipe(Strict):
     tune: TuneSpec[Draft] | None = None
 
     @property
-    def halves(self) -> list[ModelSpec | SelfDraft]:
-        """The target and, if it has weights to quantize, the draft."""
-        return [self.target, self.draft] if isinstance(self.draft, ModelDraft | SelfDraft) else [self.target]
+    def quantized(self) -> dict[str, QuantSpec]:
+        """How the halves that are models are quantized, by name: `target` and, if it is one, `draft`."""
+        halves = {"target": self.target.quantization, "draft": self.draft.quantized}
+        return {name: spec for name, spec in halves.items() if spec is not None}
+
+    @property
+    def asks_transformers(self) -> bool:
+        """Whether a task is answered through transformers, which then has to load the target."""
+        return any("hf" in task.backends for task in self.evaluation.tasks)
 
     @model_validator(mode="after")
     def _held_out(self) -> "Recipe":
@@ -392,8 +275,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _text_to_judge_by(self) -> "Recipe":
-        specs = [half.quantization for half in self.halves]
-        fed_back = any(spec.engine == "qspec" and spec.method == "gptq" for spec in specs)
+        fed_back = any(spec.engine == "qspec" and spec.method == "gptq" for spec in self.quantized.values())
         if fed_back and self.calibration.samples < 2:
             raise ValueError("method gptq judges by a text that it is not fitted to; raise calibration.samples to 2")
         return self
@@ -401,27 +283,17 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _groups_are_committed(self) -> "Recipe":
         longest = self.speculation.draft_length.longest
-        for kv in (half.quantization.kv for half in self.halves):
+        for kv in (spec.kv for spec in self.quantized.values()):
             if kv is not None and kv.by_channel and kv.residual < longest:
                 rule = f"residual {kv.residual} is below the longest draft ({longest}), which may be rolled back"
                 raise ValueError(f"kv: {rule}; channel scales need residual: {longest} or more (64 is always enough)")
         return self
 
-    @property
-    def drafts_trees(self) -> bool:
-        """Whether drafts may have several candidates for one position."""
-        if isinstance(self.draft, NgramDraft | SuffixDraft):
-            return self.draft.branches > 1
-        if isinstance(self.draft, MlpDraft):
-            return self.draft.candidates > 1
-        return self.draft.tree is not None
-
     @model_validator(mode="after")
     def _caches_take_trees(self) -> "Recipe":
-        for half in self.halves if self.drafts_trees else ():
-            kv = half.quantization.kv
+        for name, spec in self.quantized.items() if self.draft.branching else ():
+            kv = spec.kv
             if kv is not None and (kv.by_channel or kv.residual):
-                name = "target" if half is self.target else "draft"
                 rule = "channel scales and residual round tokens by positions, which the nodes of a tree share"
                 raise ValueError(f"{name} kv: {rule}; draft chains, or omit them")
         return self

@@ -10,7 +10,7 @@ from qspec.numerics.quantization.formats import FP8_E5M2, INT4, INT8
 from qspec.plan import KVScheme, LayerScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import ADA, DeviceSheet
-from qspec.schema.recipe import MlpDraft, ModelDraft, Recipe, SelfDraft
+from qspec.schema.recipe import Recipe
 
 Schemes = Mapping[str, LayerScheme | None]
 
@@ -50,69 +50,34 @@ def device_findings(
 
 def outlier_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
     """Remarks about weights that are kept apart."""
-    halves = [recipe.target, *([recipe.draft] if isinstance(recipe.draft, ModelDraft | SelfDraft) else [])]
-    sparse = [half for half in halves if half.quantization.outliers is not None]
+    sparse = [half for half, spec in recipe.quantized.items() if spec.outliers is not None]
     rule = "no server runs dense + sparse weights, only qspec's own engine (CPU)"
     if sparse and sheet.capability is not None:
         yield Finding("refused", f"outliers on {sheet.name}", rule, "set device: cpu, or outliers: null")
-    if recipe.target in sparse and any("hf" in task.backends for task in recipe.evaluation.tasks):
+    if "target" in sparse and recipe.asks_transformers:
         rule = "transformers cannot load dense + sparse weights"
         yield Finding("refused", "evaluation.tasks backend hf with outliers", rule, "use backends: [qspec]")
 
 
 def format_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
     """Remarks about float formats that data chooses."""
-    halves = [recipe.target, *([recipe.draft] if isinstance(recipe.draft, ModelDraft | SelfDraft) else [])]
-    adaptive = [half for half in halves if half.quantization.fp8_format == "adaptive"]
+    adaptive = [half for half, spec in recipe.quantized.items() if spec.fp8_format == "adaptive"]
     if adaptive and sheet.capability is not None:
         fix = "use fp8_format: e4m3, or device: cpu"
         yield Finding("refused", f"fp8_format adaptive on {sheet.name}", NO_E5M2, fix)
-    if recipe.target in adaptive and any("hf" in task.backends for task in recipe.evaluation.tasks):
+    if "target" in adaptive and recipe.asks_transformers:
         rule = "transformers refuses a checkpoint in which a layer got E5M2"
         yield Finding("refused", "evaluation.tasks backend hf with fp8_format adaptive", rule, "use backends: [qspec]")
 
 
 def rotation_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
     """Remarks about transforms that a half needs at run time."""
-    halves = [recipe.target, *([recipe.draft] if isinstance(recipe.draft, ModelDraft | SelfDraft) else [])]
-    transformed = [half for half in halves if half.quantization.transforms_inputs]
+    transformed = [half for half, spec in recipe.quantized.items() if spec.transforms_inputs]
     rule = "needs a Hadamard transform at run time, which is proven in qspec's own engine (CPU) alone"
     if transformed and sheet.capability is not None:
         yield Finding("refused", f"rotation.r4 on {sheet.name}", rule, "set rotation: {r4: false}; r1 and r2 need none")
-    if recipe.target in transformed and any("hf" in task.backends for task in recipe.evaluation.tasks):
+    if "target" in transformed and recipe.asks_transformers:
         yield Finding("refused", "evaluation.tasks backend hf of rotation.r4", rule, "use backends: [qspec]")
-
-
-def pair_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
-    """Remarks about target and draft together."""
-    if isinstance(recipe.draft, MlpDraft):
-        yield Finding(
-            "note",
-            "draft.kind 'mlp_speculator'",
-            "vLLM serves it by qspec's plugin alone, with greedy drafts, proven on its CPU build",
-            "install qspec in vLLM's environment too: pip install --no-deps qspec",
-        )
-    if not isinstance(recipe.draft, ModelDraft | SelfDraft):
-        return
-    if recipe.draft.draft_vocab and sheet.capability is not None:
-        rule = "a head for a part of the vocabulary runs in qspec's own engine (CPU) alone"
-        yield Finding("refused", f"draft_vocab {recipe.draft.draft_vocab} on {sheet.name}", rule, "omit it")
-    target, draft = (half.quantization.kv for half in (recipe.target, recipe.draft))
-    formats = [kv.format if kv else recipe.dtype for kv in (target, draft)]
-    if formats[0] != formats[1] and sheet.capability is None:
-        yield Finding(
-            "warning",
-            f"KV formats {formats[0]} (target) and {formats[1]} (draft)",
-            "vLLM on CPU aborts unless both halves have the same (qspec's own engine does not mind)",
-            "give the draft the target's kv",
-        )
-    if draft is not None and draft.format == "fp8_e4m3" and sheet.capability == ADA:
-        yield Finding(
-            "warning",
-            f"draft KV fp8 on {sheet.name} (SM89)",
-            "vLLM has crashed with FP8 draft KV on Ada",
-            "the export says kv_cache_dtype: auto for the draft; set its kv: null to plan for that",
-        )
 
 
 def _scheme_findings(sheet: DeviceSheet, scheme: LayerScheme, dtype: str) -> Iterator[Finding]:

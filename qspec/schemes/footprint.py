@@ -13,7 +13,7 @@ from qspec.numerics.quantization.outliers import stored_bytes
 from qspec.numerics.roofline import PassCost
 from qspec.plan import KVPart, KVScheme, LayerScheme
 from qspec.records import EMBEDDING, ArchMap, layer_number
-from qspec.schema.recipe import MlpDraft
+from qspec.schema.drafts import MlpDraft
 from qspec.schemes.build import scheme_label
 
 SCALE_BYTES = 4

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, cast
 import torch
 
 from qspec.nn.lm import BatchLM, torch_beside
-from qspec.pair.drafters import request_policy
+from qspec.pair.drafters.registry import request_policy
 from qspec.pair.open import LoadedPair
 from qspec.pair.text_stream import TextStream
 from qspec.speculation.batch import Batch, Prompt

@@ -9,12 +9,12 @@ import shlex
 from qspec.errors import PairError
 from qspec.numerics.quantization.formats import INT8
 from qspec.pair.check import examine, measured, overridden, read_manifest, stale
+from qspec.pair.exports import HALF, as_made, exports, vllm_arguments
 from qspec.provenance import environment
 from qspec.records import QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.schemes.device_rules import kv_flag
-from qspec.schemes.exports import HALF, as_made, exports, vllm_arguments
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from qspec.numerics.speculation.speculator import agreement, loss_of, overlap
 from qspec.pair.head import shape_of, target_rows
 from qspec.progress import Progress
 from qspec.provenance import staged_dir
-from qspec.records import QuantizedModel
-from qspec.schema.recipe import MlpDraft, Recipe
+from qspec.records import LoadedModel, QuantizedModel
+from qspec.schema.drafts import MlpDraft
+from qspec.schema.recipe import Recipe
 from qspec.schema.training import Loss
 from qspec.train.data import ANSWERS, TEXT, both_stages, make_data, read_data
 from qspec.train.head_data import HeadData, frequent_ids, lay_out, split
@@ -56,13 +57,13 @@ class HeadLearner:
         return Judgement((sampled_N / len(starts)).tolist(), (greedy_N / len(starts)).tolist(), len(starts))
 
 
-def train_head(recipe: Recipe, target: QuantizedModel, out: Path, progress: Progress) -> Path:
+def train_head(
+    recipe: Recipe, draft: MlpDraft, model: LoadedModel, target: QuantizedModel, out: Path, progress: Progress
+) -> Path:
     """Train the recipe's head on what `target`, of `out/target`, reads and writes; returns `out/head`.
 
     A call that was killed goes on. Under `torchrun` processes share the data's files and every batch.
     """
-    draft = recipe.draft
-    assert isinstance(draft, MlpDraft), f"draft kind {draft.kind} is not trained"
     assert draft.training is not None, "a head is trained as the recipe says"
     spec, arch, shape = draft.training, target.arch, shape_of(draft, target.arch)
     stages = both_stages(out / "target", target.tokenizer, spec.data, recipe.seed)

@@ -22,7 +22,8 @@ from qspec.numerics.speculation.speculator import agreement, loss_of, overlap
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, digest_of, staged_dir
 from qspec.records import EMBEDDING, HEAD, LoadedModel, QuantizedModel
-from qspec.schema.recipe import ModelDraft, Recipe
+from qspec.schema.drafts import ModelDraft
+from qspec.schema.recipe import Recipe
 from qspec.schema.training import DistillSpec, Loss
 from qspec.train.choose_layers import choose_layers
 from qspec.train.data import ANSWERS, TEXT, Rollout, both_stages, make_data, read_data
@@ -113,13 +114,13 @@ _CHOSEN_ON = 64
 """Tokens of a text that layers are chosen on: their order hardly depends on longer ones, the time does."""
 
 
-def distill(recipe: Recipe, model: LoadedModel, target: QuantizedModel, out: Path, progress: Progress) -> Path:
+def distill(
+    recipe: Recipe, draft: ModelDraft, model: LoadedModel, target: QuantizedModel, out: Path, progress: Progress
+) -> Path:
     """Train the recipe's draft, layers of `model`, on what `target`, of `out/target`, reads and writes; `out/draft`.
 
     A call that was killed goes on. Under `torchrun` processes share the data's files and every batch.
     """
-    draft = recipe.draft
-    assert isinstance(draft, ModelDraft), f"draft kind {draft.kind} is no model"
     assert draft.training is not None, "a draft is trained as the recipe says"
     spec, rank = draft.training, rank_and_world()[0]
     stages = both_stages(out / "target", target.tokenizer, spec.data, recipe.seed)

@@ -6,12 +6,11 @@ import torch
 
 from qspec.measure.arm import Arm
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
-from qspec.pair.drafters import Drafters, draft_policy
-from qspec.planning.planned import head_rows
+from qspec.pair.drafters.registry import Drafters, draft_policy, kind_of
 from qspec.planning.tune_space import PLAIN, Space
 from qspec.records import LoadedModel, QuantizedModel
+from qspec.schema.drafts import DraftSpec
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import Draft, MlpDraft, ModelDraft, Recipe, SelfDraft
 from qspec.speculation.types import Drafter
 
 ORIGINAL = "original"
@@ -20,21 +19,19 @@ ORIGINAL = "original"
 class Halves:
     """Decoders of a space by name; all stay in memory, since they take turns.
 
-    target: the original. draft_of: the draft model of a recipe, as it came. quantize: a model under a spec, kept under
-    a name. limit: a draft with so many ids.
+    target: the original. quantize: a model under a spec, kept under a name. limit: a draft with so many ids.
     """
 
     def __init__(
         self,
         space: Space,
         target: LoadedModel,
-        draft_of: Callable[[Recipe], LoadedModel],
         quantize: Callable[[LoadedModel, QuantSpec, str], QuantizedModel],
         limit: Callable[[QuantizedModel, int], QuantizedModel],
         dtype: torch.dtype,
     ) -> None:
         self.space, self.target = space, target
-        self._draft_of, self._quantize, self._limit, self._dtype = draft_of, quantize, limit, dtype
+        self._quantize, self._limit, self._dtype = quantize, limit, dtype
         self._decoders: dict[str, AnyDecoder] = {}
         self._drafts: dict[str, LoadedModel] = {}
         self._models: dict[str, QuantizedModel] = {}
@@ -56,19 +53,19 @@ class Halves:
     def with_weights(self) -> list[str]:
         """Drafts that are models."""
         drafts = self.space.drafts.items()
-        return [n for n, pair in drafts if n != PLAIN and isinstance(pair.recipe.draft, ModelDraft | SelfDraft)]
+        return [n for n, pair in drafts if n != PLAIN and pair.recipe.draft.quantized is not None]
 
     def spec(self, name: str) -> QuantSpec:
         """How a half is quantized."""
         if name in self.space.targets:
             return self.space.targets[name].recipe.target.quantization
-        draft = self.space.drafts[name].recipe.draft
-        assert isinstance(draft, ModelDraft | SelfDraft)
-        return draft.quantization
+        quantized = self.space.drafts[name].recipe.draft.quantized
+        assert quantized is not None
+        return quantized
 
     def draft_vocab(self, name: str) -> int:
         """Ids that a half can draft; 0: all, as of targets."""
-        return 0 if name in self.space.targets else head_rows(self.space.drafts[name].recipe)
+        return 0 if name in self.space.targets else self.space.drafts[name].recipe.draft.head_rows
 
     def decoder(self, name: str) -> AnyDecoder:
         if name not in self._decoders:
@@ -94,10 +91,10 @@ class Halves:
         if name in self.space.targets:
             return self.target
         recipe = self.space.drafts[name].recipe
-        if isinstance(recipe.draft, SelfDraft) and recipe.draft.layers is None:
-            return self.target
         if name not in self._drafts:
-            self._drafts[name] = self._draft_of(recipe)
+            draft = kind_of(recipe.draft).original(self.target)
+            assert draft is not None, "only drafts that are models are asked for"
+            self._drafts[name] = draft
         return self._drafts[name]
 
     def arm(self, target: str, draft: str, gamma: int) -> Arm:
@@ -108,11 +105,11 @@ class Halves:
         recipe = self.space.recipe_of(next(iter(self.space.targets)) if target == ORIGINAL else target, draft, gamma)
         return Arm(lm, self._drafter(target, recipe.draft, draft), draft_policy(recipe.speculation.draft_length))
 
-    def head(self, target: str, draft: MlpDraft) -> Drafter:
+    def head(self, target: str, draft: DraftSpec) -> Drafter:
         """The drafter of a speculator head, which reads the states of one target."""
         return self._drafter(target, draft)
 
-    def _drafter(self, target: str, draft: Draft, name: str = "") -> Drafter:
+    def _drafter(self, target: str, draft: DraftSpec, name: str = "") -> Drafter:
         """name: of a draft model."""
         if target not in self._drafters:
             self._drafters[target] = Drafters(self.target if target == ORIGINAL else self.quantized(target))

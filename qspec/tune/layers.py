@@ -17,8 +17,8 @@ from qspec.numerics.speculation.lowering import Levels, Stop, best, descend, pat
 from qspec.numerics.statistics.fidelity import sum_of_minima
 from qspec.planning.tune_space import Form, Space
 from qspec.records import QuantizedModel
+from qspec.schema.drafts import Draft
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import Draft, ModelDraft, SelfDraft
 from qspec.schema.tuning import LayersSpec, head_parts, with_head
 from qspec.schemes.build import build_plan
 from qspec.speculation.types import Sampling
@@ -86,9 +86,9 @@ def _read(space: Space, form: Form) -> float:
 
 
 def _quantization(space: Space, form: Form) -> QuantSpec:
-    draft = space.drafts[form.label].recipe.draft
-    assert isinstance(draft, ModelDraft | SelfDraft)
-    return draft.quantization
+    quantized = space.drafts[form.label].recipe.draft.quantized
+    assert quantized is not None
+    return quantized
 
 
 def _rest(space: Space, form: Form) -> Json:

@@ -10,11 +10,12 @@ import torch
 
 from qspec.measure.fidelity import measure_fidelity
 from qspec.nn.lm import GreedyLM
-from qspec.pair.drafters import lookup_drafter
+from qspec.pair.drafters.kind import Weights
+from qspec.pair.drafters.registry import kind_of
 from qspec.planning.tune_space import PLAIN
 from qspec.progress import Progress
 from qspec.provenance import environment
-from qspec.schema.recipe import Draft, LookupDraft, MlpDraft
+from qspec.schema.drafts import Draft, DraftSpec
 from qspec.schema.tuning import TuneSpec
 from qspec.speculation.engine import generate
 from qspec.speculation.types import Sampling
@@ -146,10 +147,12 @@ class Pieces:
         """What a draft says, and its prompts or calls; passes: of one with weights."""
         draft, text, most = self.halves.space.drafts[name].recipe.draft, self.texts, max(self._spec.lengths)
         settings = [draft.model_dump(mode="json"), self._source, text, most, asdict(self.sampling)]
-        if isinstance(draft, LookupDraft):
-            kept = self.journal.kept("lookup", settings, lambda: lookup_runs(lookup_drafter(draft), text, most))
+        if draft.drafts_from == "text":
+            arch = self.halves.target.arch
+            drafter = kind_of(draft).drafter(Weights(), arch, arch.vocab_size)
+            kept = self.journal.kept("lookup", settings, lambda: lookup_runs(drafter, text, most))
             return DraftPiece(runs={"": kept}, seconds=kept["seconds"])
-        if isinstance(draft, MlpDraft):
+        if draft.drafts_from == "states":
             targets = [target for target, drafts in self.halves.space.pairs if drafts == name]
             told = {
                 t: self.journal.kept("head", [*settings, self.setting([t])], self._head_runs(t, draft)) for t in targets
@@ -173,9 +176,10 @@ class Pieces:
         seconds: list[float] = self.journal.kept("prompts", facts, make)["seconds"]
         return seconds
 
-    def _head_runs(self, target: str, draft: MlpDraft) -> Callable[[], Json]:
+    def _head_runs(self, target: str, draft: DraftSpec) -> Callable[[], Json]:
         def make() -> Json:
             drafter = self.halves.head(target, draft)
-            return head_runs(self.halves.decoder(target), drafter, self.texts, draft.n_predict)
+            most = draft.longest or max(self._spec.lengths)
+            return head_runs(self.halves.decoder(target), drafter, self.texts, most)
 
         return make

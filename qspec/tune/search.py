@@ -11,8 +11,8 @@ from qspec.measure.arm import Request
 from qspec.measure.arms import Originals, load_originals
 from qspec.measure.bench import load_requests
 from qspec.models.vocab import limited
+from qspec.pair.drafters.registry import kind_of
 from qspec.pair.open import compute_dtype
-from qspec.planning.planned import require_trained
 from qspec.planning.tune_space import space_of
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment, sole_writer
@@ -41,7 +41,7 @@ class Study:
         self.space, self.out, self.progress = space_of(recipe), out, progress or Progress()
         self.recipe, self.spec = recipe, self.space.spec
         for planned in self.space.drafts.values():
-            require_trained(planned.recipe.draft)
+            kind_of(planned.recipe.draft).require_trained()
         self._journal, self._runs = Journal(out / "pieces"), out / "confirm.jsonl"
 
     def forget_times(self) -> None:
@@ -57,7 +57,6 @@ class Study:
         return Halves(
             self.space,
             self._originals.target,
-            self._draft_of,
             self._quantized,
             lambda model, size: limited(model, size, self._text.rows),
             compute_dtype(self.recipe.dtype),
@@ -127,11 +126,6 @@ class Study:
             parts[0].extend(listed[:mine])
             parts[1].extend(listed[mine:])
         return parts
-
-    def _draft_of(self, recipe: Recipe) -> LoadedModel:
-        model = load_originals(recipe, self.progress).draft
-        assert model is not None, "only drafts with weights are asked for"
-        return model
 
     def _quantized(self, model: LoadedModel, spec: QuantSpec, name: str) -> QuantizedModel:
         recipe, names = self.recipe, [*self.space.targets, *self.halves.with_weights]

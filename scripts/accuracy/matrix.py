@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import Field
 
 from qspec.schema.problems import validate
-from qspec.schema.quantization import QuantSpec, Strict
-from qspec.schema.recipe import CalibrationSpec, ModelSpec
+from qspec.schema.quantization import ModelSpec, QuantSpec, Strict
+from qspec.schema.recipe import CalibrationSpec
 from qspec.schema.text import parse_yaml, read_text
 
 Part = dict[str, Any]

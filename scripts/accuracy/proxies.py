@@ -29,7 +29,8 @@ from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
 from qspec.quantization.job import Calibration, quantize_model
 from qspec.records import LoadedModel, Tokenizer
-from qspec.schema.recipe import CalibrationSpec, FusionSpec, ModelSpec
+from qspec.schema.quantization import ModelSpec
+from qspec.schema.recipe import CalibrationSpec, FusionSpec
 from scripts.accuracy.proxy_matrix import ProxyMatrix, read_proxy_matrix
 from scripts.common import digest, read_options, write_baseline
 

@@ -25,7 +25,8 @@ from qspec.pipeline import train_draft
 from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.records import QuantizedModel
-from qspec.schema.recipe import BenchmarkSpec, MlpDraft, Recipe
+from qspec.schema.drafts import MlpDraft
+from qspec.schema.recipe import BenchmarkSpec, Recipe
 from qspec.schema.training import TrainingData
 from qspec.train.data import Rollout, answer
 from qspec.train.head import HeadLearner

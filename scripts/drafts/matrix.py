@@ -5,9 +5,10 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
+from qspec.schema.drafts import Draft
 from qspec.schema.problems import validate
-from qspec.schema.quantization import Strict
-from qspec.schema.recipe import BenchmarkSpec, Draft, DraftLengthSpec, ModelSpec, Recipe, SpeculationSpec
+from qspec.schema.quantization import ModelSpec, Strict
+from qspec.schema.recipe import BenchmarkSpec, DraftLengthSpec, Recipe, SpeculationSpec
 from qspec.schema.text import parse_yaml, read_text
 
 

@@ -23,7 +23,7 @@ import torch
 from qspec.measure.arm import Request
 from qspec.nn.cpp.offload import OffloadedDecoder, Reading, packed_path
 from qspec.nn.engines import AnyDecoder, open_decoder
-from qspec.pair.drafters import draft_policy
+from qspec.pair.drafters.registry import draft_policy
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
 from qspec.speculation.engine import generate

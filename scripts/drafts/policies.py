@@ -26,13 +26,13 @@ from qspec.measure.arms import load_originals
 from qspec.measure.bench import find_mismatches, load_requests, measure
 from qspec.measure.stats import ArmFacts, summarize
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
-from qspec.pair.drafters import Drafters, draft_policy
+from qspec.pair.drafters.registry import Drafters, draft_policy, kind_of
 from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.quantization.job import Calibration, quantize_model
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import ModelDraft, Recipe, SelfDraft
+from qspec.schema.recipe import Recipe
 from qspec.schema.results import Measurement, Mismatch, Speed
 from qspec.speculation.types import Drafter, Generation, StepRecord
 from scripts.common import digest, read_options, write_baseline
@@ -145,12 +145,10 @@ class Bench:
         return self._drafters.new(recipe.draft, partial(self._open_draft, recipe))
 
     def _open_draft(self, recipe: Recipe) -> AnyDecoder:
-        draft = recipe.draft
-        assert isinstance(draft, ModelDraft | SelfDraft)
-        self_draft = isinstance(draft, SelfDraft) and draft.layers is None
-        model = self._model if self_draft else load_originals(recipe, self._progress).draft
+        model, quantization = kind_of(recipe.draft).original(self._model), recipe.draft.quantized
         assert model is not None
-        return self._decoder(model, draft.quantization)
+        assert quantization is not None
+        return self._decoder(model, quantization)
 
     def _decoder(self, model: LoadedModel, spec: QuantSpec) -> AnyDecoder:
         with self._quantized(model, spec) as quantized:

@@ -32,8 +32,8 @@ from qspec.pair.open import LoadedPair, open_pair
 from qspec.pipeline import quantize_checkpoint
 from qspec.progress import Progress
 from qspec.provenance import environment
-from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import BenchmarkSpec, ModelSpec
+from qspec.schema.quantization import ModelSpec, QuantSpec
+from qspec.schema.recipe import BenchmarkSpec
 from qspec.speculation.drafters.mlp import MlpDrafter
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.drafters.ngram import NgramDrafter
@@ -101,8 +101,8 @@ def measured(
     progress: Progress,
 ) -> Iterator[Run]:
     """Answers of every prompt, the drafters in turn."""
-    assert pair.head is not None
-    k = pair.head.shape.n_predict
+    assert pair.draft.head is not None
+    k = pair.draft.head.shape.n_predict
     for i, request in enumerate(requests):
         for name, drafter in arms.items():
             eos_ids, generator = pair.model.arch.eos_ids, torch.Generator().manual_seed(i)
@@ -149,12 +149,12 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     pair, progress = open_pair(options.pair), Progress()
-    assert pair.head is not None, f"{options.pair} has no speculator head"
+    assert pair.draft.head is not None, f"{options.pair} has no speculator head"
     spec = BenchmarkSpec(per_category=options.per_category, categories=CATEGORIES, max_new_tokens=options.tokens)
     requests = load_requests(spec, pair.model.tokenizer, 1024 - options.tokens)[0]
     facts = read_config(options.pair / "draft")["qspec"]
     folders = {name: Path(folder) for name, _, folder in (entry.partition("=") for entry in options.draft)}
-    arms = models(pair, folders) if folders else drafters(pair, pair.head)
+    arms = models(pair, folders) if folders else drafters(pair, pair.draft.head)
     rows: list[dict[str, Any]] = []
     for name, folder in folders.items():
         rows += curve_rows(name, folder)
@@ -167,7 +167,7 @@ def main() -> None:
         rows += rows_of(list(measured(pair, arms, requests, options.tokens, temperature, progress)), requests)
     progress.close()
     run = {"engine": engine_name(pair.target), "torch threads": str(torch.get_num_threads())}
-    run |= {"max_new_tokens": str(options.tokens), "drafted": str(pair.head.shape.n_predict)}
+    run |= {"max_new_tokens": str(options.tokens), "drafted": str(pair.draft.head.shape.n_predict)}
     conditions = environment() | run
     if folders:  # beside what was measured before: acceptance does not depend on when it was, times do
         kept = json.loads(BASELINE.read_text())

@@ -25,7 +25,7 @@ from qspec.models.load import load, locate
 from qspec.pipeline import quantize_checkpoint
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, staged_dir
-from qspec.schema.recipe import ModelSpec
+from qspec.schema.quantization import ModelSpec
 from scripts.accuracy.matrix import Subject, read_matrix
 from scripts.common import read_options
 from scripts.engines.matrix import EngineMatrix, Peer, Weights, read_engine_matrix

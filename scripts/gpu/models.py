@@ -142,7 +142,7 @@ def kv_bytes(arch: ArchMap, kv: NumFormat | None) -> int:
 def write_weights(path: Path, model: str, texts: list[str]) -> None:
     """Keep a model's float weights, and tokens of texts to continue, for a machine with torch alone."""
     from qspec.models.load import load
-    from qspec.schema.recipe import ModelSpec  # the whole of qspec, which that machine lacks
+    from qspec.schema.quantization import ModelSpec  # the whole of qspec, which that machine lacks
 
     found = load(ModelSpec(model=model))
     prompts = [found.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]

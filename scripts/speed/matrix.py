@@ -4,9 +4,10 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from qspec.schema.drafts import Draft, NgramDraft
 from qspec.schema.problems import validate
-from qspec.schema.quantization import QuantSpec, Strict
-from qspec.schema.recipe import Device, Draft, DraftLengthSpec, ModelSpec, NgramDraft, Recipe, SpeculationSpec
+from qspec.schema.quantization import ModelSpec, QuantSpec, Strict
+from qspec.schema.recipe import Device, DraftLengthSpec, Recipe, SpeculationSpec
 from qspec.schema.text import parse_yaml, read_text
 
 

@@ -25,11 +25,10 @@ from qspec.bridges.text import prompts
 from qspec.errors import RecipeError, SourceError
 from qspec.measure.arms import load_originals
 from qspec.measure.bench import bandwidth
-from qspec.models.layers import truncate_layers
 from qspec.models.vocab import real_vocab
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.pair.check import read_manifest
-from qspec.pair.drafters import Drafters, request_policy
+from qspec.pair.drafters.registry import Drafters, kind_of, request_policy
 from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.quantization.job import Calibration, quantize_model
@@ -38,7 +37,7 @@ from qspec.report.files import STUDY, results_file
 from qspec.report.page import write
 from qspec.report.study import document
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import CalibrationSpec, FusionSpec, ModelDraft, Recipe, SelfDraft
+from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
 from qspec.speculation.batch import Prompt, generate_batch
 from qspec.speculation.types import Drafter, Generation, Sampling
 from scripts.common import digest, read_options, write_baseline
@@ -95,15 +94,11 @@ class Engine:
         return self._drafters.new(spec.draft, partial(self._draft, arm))
 
     def _draft(self, arm: str) -> AnyDecoder:
-        draft, model = self.subject.arms[arm].draft, self.model
-        if isinstance(draft, ModelDraft):
-            found = load_originals(self.subject.recipe(arm), self.progress).draft
-            assert found is not None
-            model = found
-        else:
-            assert isinstance(draft, SelfDraft)
-            model = model if draft.layers is None else truncate_layers(model, draft.layers)
-        return self._decoder(model, draft.quantization)
+        draft = self.subject.recipe(arm).draft
+        model, quantization = kind_of(draft).original(self.model), draft.quantized
+        assert model is not None
+        assert quantization is not None
+        return self._decoder(model, quantization)
 
     def _run(
         self,

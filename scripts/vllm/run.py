@@ -194,8 +194,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     requests, _ = load_requests(spec, pair.model.tokenizer, 1000 - args.new)
     requests = requests[: args.prompts]
     k = pair.recipe.speculation.draft_length.k
-    if pair.head is not None:  # vLLM asks a head for no more than it drafts
-        k = min(k, pair.head.shape.n_predict)
+    k = min(k, pair.recipe.draft.longest or k)  # vLLM asks a head for no more than it drafts
     its_plain, its = (served(args, requests, draft=draft) for draft in (False, True))
     plain = [ours(pair, request, args.new, 0).tokens for request in requests]
     mine = [ours(pair, request, args.new, k) for request in requests]

@@ -8,12 +8,12 @@ import torch
 from qspec.bridges import compressed
 from qspec.errors import RecipeError, SourceError
 from qspec.models.vocab import frequent, limited
+from qspec.pair.drafters.registry import kind_of
 from qspec.pair.open import open_pair
 from qspec.pair.package import package
 from qspec.planning.planned import resolve
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
-from qspec.schemes.device_rules import pair_findings
 from tests.jobs import job
 from tests.pairs import halves, recipe
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -35,10 +35,10 @@ def test_a_pair_keeps_its_ids_and_says_who_obeys_them(tmp_path: Path) -> None:
     fields = recipe().as_dict()
     fields["draft"]["draft_vocab"] = 50
     pair = open_pair(package(target, draft, Recipe.model_validate(fields), tmp_path / "out"))
-    assert pair.draft_model is not None
-    assert pair.draft_model.head_ids is not None
+    assert pair.draft.model is not None
+    assert pair.draft.model.head_ids is not None
     assert draft.head_ids is not None
-    assert torch.equal(pair.draft_model.head_ids, draft.head_ids)
+    assert torch.equal(pair.draft.model.head_ids, draft.head_ids)
     assert {30, 31, 32} <= set(draft.head_ids.tolist())
     allowed, text = set(draft.head_ids.tolist()), "The quick brown fox"
     assert pair.generate(text, 12).generation.tokens == pair.generate(text, 12, speculative=False).generation.tokens
@@ -79,5 +79,9 @@ def test_what_cannot_be_cut_is_refused_before_compute(tmp_path: Path) -> None:
     tiles = {"scheme": "FP8_BLOCK", "ignore": []}
     with pytest.raises(RecipeError, match="tiles"):
         resolve(job(tmp_path, model, draft={"kind": "self", "quantization": tiles, "draft_vocab": 50}))
-    levels = [f.level for f in pair_findings(read_device("h100"), found.recipe) if "draft_vocab" in f.value]
+    levels = [
+        f.level
+        for f in kind_of(found.recipe.draft).findings(read_device("h100"), found.recipe)
+        if "draft_vocab" in f.value
+    ]
     assert levels == ["refused"]

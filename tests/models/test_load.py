@@ -14,7 +14,7 @@ from qspec.errors import SourceError
 from qspec.eval_files import eval_dir
 from qspec.models import load as stage
 from qspec.models.load import load, locate, resolve_arch, shape_file
-from qspec.schema.recipe import ModelSpec
+from qspec.schema.quantization import ModelSpec
 from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model
 

@@ -9,7 +9,7 @@ from qspec.models.load import load
 from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.eager.decoder import Decoder
 from qspec.nn.lm import HiddenLM
-from qspec.schema.recipe import ModelSpec
+from qspec.schema.quantization import ModelSpec
 from tests.tiny import tiny_model
 
 NATIVE = pytest.mark.skipif(NativeDecoder.missing() is not None, reason=str(NativeDecoder.missing()))

@@ -8,9 +8,9 @@ from qspec.bridges import speculator
 from qspec.bridges.hf import load_folder
 from qspec.nn.engines import open_decoder
 from qspec.nn.mlp_speculator import MLPSpeculator, initialize
-from qspec.pair.drafters import Drafters, draft_lm
+from qspec.pair.drafters.registry import Drafters, draft_lm
 from qspec.pair.head import shape_of, target_rows
-from qspec.schema.recipe import MlpDraft, NgramDraft, SelfDraft
+from qspec.schema.drafts import MlpDraft, NgramDraft, SelfDraft
 from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.mlp import MlpDrafter
 from qspec.speculation.drafters.ngram import NgramDrafter

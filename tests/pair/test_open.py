@@ -9,10 +9,11 @@ import torch
 
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.pair import open as stage
-from qspec.pair.drafters import draft_lm, draft_policy
+from qspec.pair.drafters.registry import draft_lm, draft_policy
 from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package
-from qspec.schema.recipe import Recipe, SelfDraft
+from qspec.schema.drafts import SelfDraft
+from qspec.schema.recipe import Recipe
 from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.drafters.suffix import SuffixDrafter
@@ -90,7 +91,7 @@ TREES: dict[str, dict[str, Any]] = {
 def test_trees_of_the_recipe_change_no_answer(pairs: dict[str, LoadedPair], name: str, tmp_path: Path) -> None:
     """Catches a tree that the recipe asks for and the pair drafts chains for, or that costs another answer."""
     job = Recipe.model_validate(pairs[name].recipe.model_dump() | {"draft": TREES[name]})
-    pair = open_pair(package(pairs[name].model, pairs[name].draft_model, job, tmp_path / "tree"))
+    pair = open_pair(package(pairs[name].model, pairs[name].draft.model, job, tmp_path / "tree"))
     plain = pair.generate("the quick", 24, speculative=False).generation
     asked = [pair.generate("the quick", 24).generation for _ in range(2)]
     assert [answer.tokens for answer in asked] == [plain.tokens] * 2
@@ -141,7 +142,7 @@ def test_a_pair_for_a_gpu_runs_on_one(
     """Catches a half that stays on the CPU, forks of a cache without room, and a GPU that gives other answers."""
     monkeypatch.setattr(stage, "gpu_for", lambda device: torch.device("cpu") if device == "h200" else None)
     job = Recipe.model_validate(pairs["self"].recipe.model_dump() | {"device": "h200", "dtype": "float32"})
-    pair = open_pair(package(pairs["self"].model, pairs["self"].draft_model, job, tmp_path / "gpu"))
+    pair = open_pair(package(pairs["self"].model, pairs["self"].draft.model, job, tmp_path / "gpu"))
     assert isinstance(pair.target, CudaDecoder)
     assert isinstance(draft_lm(pair.drafter), CudaDecoder)
     asked = ["the quick", "brown fox jumps", "over"]

@@ -10,8 +10,7 @@ from qspec.numerics.roofline import pass_seconds, prefill_seconds
 from qspec.plan import KVScheme
 from qspec.planning.forecast import Duo, gain, rates
 from qspec.schema.devices import read_device
-from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import ModelSpec
+from qspec.schema.quantization import ModelSpec, QuantSpec
 from qspec.schemes.build import build_plan, resolve_plan
 from qspec.schemes.footprint import Footprint, footprint
 

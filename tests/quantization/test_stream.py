@@ -19,8 +19,8 @@ from qspec.quantization.pieces import embedded, pieces
 from qspec.quantization.rtn import quantize
 from qspec.quantization.smooth import transform
 from qspec.records import LoadedModel
-from qspec.schema.quantization import KVSpec, QuantSpec, SmoothingSpec
-from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec, ModelSpec
+from qspec.schema.quantization import KVSpec, ModelSpec, QuantSpec, SmoothingSpec
+from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec
 from qspec.schemes.build import build_plan
 from tests.observed import load
 from tests.tiny import TEXT, tiny_model
@@ -157,7 +157,8 @@ from qspec.bridges import tensors
 from qspec.pipeline import quantize_checkpoint
 from qspec.progress import Progress
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import CalibrationSpec, DataSpec, ModelSpec
+from qspec.schema.quantization import ModelSpec
+from qspec.schema.recipe import CalibrationSpec, DataSpec
 import torch
 torch.set_num_threads(1)
 folder, scheme, allowed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -9,20 +9,9 @@ import yaml
 
 from qspec.errors import RecipeError
 from qspec.schema.devices import read_devices
-from qspec.schema.quantization import ClipSpec, KVSpec, QuantSpec, RuleSpec, SmoothingSpec
-from qspec.schema.recipe import (
-    CalibrationSpec,
-    DataSpec,
-    Device,
-    DraftLengthSpec,
-    ModelDraft,
-    ModelSpec,
-    NgramDraft,
-    Recipe,
-    SelfDraft,
-    SpeculationSpec,
-    SuffixDraft,
-)
+from qspec.schema.drafts import ModelDraft, NgramDraft, SelfDraft, SuffixDraft
+from qspec.schema.quantization import ClipSpec, KVSpec, ModelSpec, QuantSpec, RuleSpec, SmoothingSpec
+from qspec.schema.recipe import CalibrationSpec, DataSpec, Device, DraftLengthSpec, Recipe, SpeculationSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

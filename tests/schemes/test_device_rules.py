@@ -6,17 +6,19 @@ import pytest
 
 from qspec.errors import RecipeError
 from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT8
+from qspec.pair.drafters.registry import kind_of
 from qspec.plan import KVScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
-from qspec.schema.quantization import KVSpec, QuantSpec, RotationSpec
-from qspec.schema.recipe import EvaluationSpec, MlpDraft, ModelSpec, Recipe, SelfDraft, TaskSpec
+from qspec.schema.drafts import MlpDraft, SelfDraft
+from qspec.schema.quantization import KVSpec, ModelSpec, QuantSpec, RotationSpec
+from qspec.schema.recipe import EvaluationSpec, Recipe, TaskSpec
 from qspec.schemes.build import build_plan, layer_scheme
 from qspec.schemes.device_rules import (
+    Finding,
     device_findings,
     format_findings,
     outlier_findings,
-    pair_findings,
     raise_refused,
     rotation_findings,
 )
@@ -105,24 +107,29 @@ def recipe(device: str, target: KVSpec | None, draft: KVSpec | None) -> Recipe:
     return Recipe(name="t", device=device, target=model, draft=SelfDraft(kind="self", quantization=QuantSpec(kv=draft)))
 
 
+def pair_findings(device: str, job: Recipe) -> list[Finding]:
+    """Remarks of a recipe's kind of draft about both halves."""
+    return list(kind_of(job.draft).findings(read_device(device), job))
+
+
 def test_unequal_kv_formats_are_told_on_cpu():
     """Would catch a pair that aborts vLLM on CPU: FP8 KV in one half only."""
-    (finding,) = pair_findings(read_device("cpu"), recipe("cpu", KVSpec(), None))
+    (finding,) = pair_findings("cpu", recipe("cpu", KVSpec(), None))
     assert finding.level == "warning"
     assert "aborts" in finding.rule
-    assert list(pair_findings(read_device("cpu"), recipe("cpu", KVSpec(), KVSpec()))) == []
+    assert pair_findings("cpu", recipe("cpu", KVSpec(), KVSpec())) == []
 
 
 def test_fp8_draft_kv_is_told_on_ada():
     """Would catch an FP8 draft KV cache exported for SM89, where vLLM has crashed with it."""
-    (finding,) = pair_findings(read_device("l40s"), recipe("l40s", KVSpec(), KVSpec()))
+    (finding,) = pair_findings("l40s", recipe("l40s", KVSpec(), KVSpec()))
     assert "auto" in finding.fix
 
 
 def test_mlp_speculators_need_the_plugin():
     """Would catch a pair that is made for a server and that none serves, without a word."""
     mlp = recipe("h100", None, None).model_copy(update={"draft": MlpDraft(kind="mlp_speculator", model="org/acc")})
-    (finding,) = pair_findings(read_device("h100"), mlp)
+    (finding,) = pair_findings("h100", mlp)
     assert finding.level == "note"
     assert "plugin" in finding.rule
 

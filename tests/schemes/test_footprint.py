@@ -8,8 +8,8 @@ from qspec.models.load import resolve_arch
 from qspec.numerics.quantization.formats import FP8_E4M3, INT8
 from qspec.plan import KVScheme
 from qspec.records import ArchMap
-from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import MlpDraft, ModelSpec
+from qspec.schema.drafts import MlpDraft
+from qspec.schema.quantization import ModelSpec, QuantSpec
 from qspec.schemes.build import build_plan, layer_scheme, resolve_plan
 from qspec.schemes.footprint import Footprint, footprint, kv_bytes_per_token, mlp_footprint, weight_bytes
 

@@ -17,7 +17,8 @@ from qspec.pair.head import shape_of, target_rows
 from qspec.pair.package import package
 from qspec.planning.preview import preview
 from qspec.records import QuantizedModel
-from qspec.schema.recipe import MlpDraft, Recipe
+from qspec.schema.drafts import MlpDraft
+from qspec.schema.recipe import Recipe
 from qspec.serving import vllm as serve
 from qspec.serving.vllm import serving
 from tests.pairs import DRAFTS, KV, halves, recipe

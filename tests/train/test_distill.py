@@ -17,7 +17,7 @@ from qspec.errors import RecipeError
 from qspec.models.layers import keep_layers
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.statistics.fidelity import kl_divergence
-from qspec.planning.planned import is_untrained
+from qspec.pair.drafters.registry import kind_of
 from qspec.planning.preview import preview
 from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
@@ -300,7 +300,7 @@ def test_a_path_that_looks_like_a_hub_id_is_known_by_its_end(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "made/draft").mkdir(parents=True)
     given = {"kind": "model", "training": {"layers": 2, "positions": 64}} | fields
-    assert is_untrained(job(tmp_path, tmp_path, given).draft) == untrained
+    assert kind_of(job(tmp_path, tmp_path, given).draft).untrained == untrained
 
 
 def test_layers_are_chosen_anew_on_other_text(made):

@@ -14,11 +14,13 @@ from qspec.bridges import compressed
 from qspec.models.load import load
 from qspec.models.vocab import real_vocab
 from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
-from qspec.pair.drafters import draft_policy, lookup_drafter
+from qspec.pair.drafters.kind import Weights
+from qspec.pair.drafters.registry import draft_policy, kind_of
 from qspec.provenance import environment
 from qspec.records import LoadedModel, QuantizedModel
-from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import DraftLengthSpec, LookupDraft, ModelSpec, NgramDraft, SuffixDraft
+from qspec.schema.drafts import DRAFTS
+from qspec.schema.quantization import ModelSpec, QuantSpec
+from qspec.schema.recipe import DraftLengthSpec
 from qspec.schemes.build import build_plan, resolve_plan
 from qspec.schemes.footprint import footprint
 from qspec.speculation.batch import Prompt, generate_batch
@@ -27,7 +29,6 @@ from qspec.speculation.engine import generate
 from qspec.speculation.types import Drafter, Sampling
 
 ROOM = 1024
-LOOKUPS: dict[str, type[LookupDraft]] = {"ngram": NgramDraft, "suffix": SuffixDraft}
 
 
 class Qspec:
@@ -59,9 +60,9 @@ class Qspec:
         if not speculation:
             return None, None
         policy = draft_policy(DraftLengthSpec(**speculation["policy"]))
-        kind = speculation["draft"]["kind"]
-        if kind in LOOKUPS:
-            return lookup_drafter(LOOKUPS[kind](**speculation["draft"])), policy
+        draft = DRAFTS[speculation["draft"]["kind"]](**speculation["draft"])
+        if draft.drafts_from == "text":
+            return kind_of(draft).drafter(Weights(), self._target.arch, self._vocab), policy
         folder = speculation["weights"]
         if folder not in self._drafts:
             decoder, arch = opened({"weights": folder})[0], self._target.arch

@@ -20,8 +20,7 @@ from qspec.pipeline import quantize_checkpoint
 from qspec.progress import Progress
 from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
-from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import ModelSpec
+from qspec.schema.quantization import ModelSpec, QuantSpec
 from qspec.schemes.build import build_plan
 from tests.observed import load, observe
 from tests.tiny import tiny_model

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qspec.schema.recipe import MlpDraft
+from qspec.schema.drafts import MlpDraft
 from scripts.drafts import head_targets as bench
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,7 +12,7 @@ from qspec.bridges.text import windows
 from qspec.models.load import load
 from qspec.nn.eager.decoder import Decoder
 from qspec.records import LoadedModel
-from qspec.schema.recipe import ModelSpec
+from qspec.schema.quantization import ModelSpec
 from qspec.speculation.engine import generate
 from qspec.speculation.types import Sampling
 from scripts.engines.convert_llama2c import (

@@ -9,10 +9,10 @@ import shlex
 import pytest
 
 from qspec.bridges.vllm.heads import FOLDER_KEY
+from qspec.pair.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
-from qspec.schemes.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
 
 
 def recipe(device: str = "h100", target: dict | None = None, draft: dict | None = None, **fields: object) -> Recipe:
