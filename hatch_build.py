@@ -25,7 +25,8 @@ class CoreBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         except core.NoLibrary as error:
             self.app.display_warning(f"no C++ core in this wheel ({error}): models run on torch's kernels, slower")
             return
-        build_data["force_include"][str(made)] = f"qspec/native/{made.name}"
+        for file in (made, core.digest_file(made)):
+            build_data["force_include"][str(file)] = f"qspec/native/{file.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform_tag()}"
 

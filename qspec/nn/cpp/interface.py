@@ -159,14 +159,28 @@ def pool_of(threads: int) -> _Pool:
     return pool
 
 
-@lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The library with its functions declared; compiled if need be. Raises `NoLibrary`."""
-    path = native_library.library()
+    """The library with its functions declared; compiled if need be. Raises `NoLibrary`, each time without a new try."""
+    found = _library()
+    if isinstance(found, str):
+        raise NoLibrary(found)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | str:
+    """The library, or why there is none, in words."""
     try:
-        lib = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NoLibrary(f"{path} cannot be loaded ({error})") from error
+        path = native_library.library()
+    except NoLibrary as error:
+        return str(error)
+    try:
+        return _declared(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError) as error:  # of another system, or without the functions
+        return f"{path} cannot be loaded ({error}); remove it, so that it is compiled anew"
+
+
+def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     signatures = {
         "qspec_isa": (c_char_p, [c_int]),
         "qspec_pool": (c_void_p, [c_int]),

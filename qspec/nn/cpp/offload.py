@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import os
 from pathlib import Path
 
-from qspec.errors import RecipeError
+from qspec.errors import OutputError, RecipeError
 from qspec.nn.cpp import interface as native_interface
 from qspec.nn.cpp.decoder import Core, NativeDecoder
 from qspec.nn.cpp.interface import Piece
 from qspec.nn.cpp.layer_file import ENDS, LayerFile, Part, pack_once
 from qspec.nn.cpp.model import Source
-from qspec.ops.native_library import cache_folder
+from qspec.ops.native_library import NoLibrary, private_cache
 from qspec.records import LoadedModel, QuantizedModel
 
 
@@ -130,8 +130,15 @@ class OffloadedDecoder(NativeDecoder):
 
 
 def packed_path(weights: str) -> Path:
-    """Where weights of this name are packed. A file may be deleted at any time; it is made again."""
-    return cache_folder() / "layers" / f"{weights}.layers"
+    """Where weights of this name are packed. A file may be deleted at any time; it is made again.
+
+    Raises `OutputError` where the cache folder is not this user's alone.
+    """
+    try:
+        return private_cache() / "layers" / f"{weights}.layers"
+    except NoLibrary as error:
+        rule = f"packed layers have no safe place ({error})"
+        raise OutputError("memory limit", rule, "mend that, or open the pair without a limit") from error
 
 
 class _StreamedCore(Core):

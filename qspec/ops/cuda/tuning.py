@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from qspec.errors import QspecError
+from qspec.ops.native_library import NoLibrary, private_cache
 from qspec.provenance import atomic_write
 
 Way = TypeVar("Way")
@@ -65,6 +66,9 @@ def _tuner(device: str) -> Tuner:
     from triton import __version__
     from triton.testing import do_bench
 
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qspec"
     name = f"tiles-{device.replace(' ', '-')}-triton-{__version__}.json"
-    return Tuner(folder / name, lambda call: float(do_bench(call, warmup=5, rep=20)))
+    try:
+        path = private_cache() / name
+    except NoLibrary:
+        path = Path(os.devnull, name)  # chosen anew in each process
+    return Tuner(path, lambda call: float(do_bench(call, warmup=5, rep=20)))

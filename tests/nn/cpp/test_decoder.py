@@ -411,9 +411,9 @@ def test_a_library_is_named_for_what_it_was_compiled_from(tmp_path: Path, monkey
     source, run_all = tmp_path / "one.cpp", native_library.run_all
     source.write_text("int one() { return 1; }")
 
-    def changes_sources(commands: Sequence[Sequence[str]]) -> None:
+    def changes_sources(commands: Sequence[Sequence[str]], deadline: float | None = None) -> None:
         source.write_text("int one() { return 2; }")
-        run_all(commands)
+        run_all(commands, deadline)
 
     monkeypatch.setattr(native_library, "SOURCES", tmp_path)
     monkeypatch.setattr(native_library, "run_all", changes_sources)
