@@ -218,7 +218,8 @@ class LoadedModel:
     """A model in memory (or memory-mapped): never mutated; `transform` returns a new one.
 
     `tensors` holds float tensors by transformers' name (without `lm_head.weight` when tied); `config` is the
-    `config.json` to write back; `source` says where it came from: {"model", "revision", "sha256"}.
+    `config.json` to write back; `source` says where it came from: {"model", "revision", "sha256"}. `files` are copied
+    beside its weights, by the names of the copies; `left_out` are reasons for other files of the source.
     """
 
     arch: ArchMap
@@ -226,6 +227,8 @@ class LoadedModel:
     config: Mapping[str, Any]
     tokenizer: Tokenizer
     source: Mapping[str, str]
+    files: Mapping[str, Path] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def lm_head(self) -> Tensor:
         return self.tensors[EMBEDDING if self.arch.tied else HEAD]
@@ -281,7 +284,8 @@ class QuantizedModel:
     `k_scale` / `v_scale`: by `model.layers.N.self_attn`, `[1]` (tensor) or `[n_kv_heads]` (head), float32; empty
     unless `plan.kv` is static. `q_scale`: of queries that are rounded, `[1]` or `[n_heads]`. `notes` are sentences for
     the report (fall-backs, choices with their numbers). `head_ids`: of a draft, the ids that its head is run for,
-    rising `[D]`; None: all. The head is stored whole, decoders take its rows (`nn.eager.linear`).
+    rising `[D]`; None: all. The head is stored whole, decoders take its rows (`nn.eager.linear`). `files` are
+    copied beside its weights, by the names of the copies.
     """
 
     arch: ArchMap
@@ -297,3 +301,4 @@ class QuantizedModel:
     notes: tuple[str, ...] = ()
     q_scale: Mapping[str, Tensor] = field(default_factory=dict)
     head_ids: Tensor | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)

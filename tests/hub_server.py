@@ -100,7 +100,8 @@ def _app(hub: Hub) -> Flask:
         found = branch_of(org, name, revision)
         if isinstance(found, Response):
             return found
-        return {"_id": "1", "id": f"{org}/{name}", "sha": f"{hub.commits:040}", "siblings": [], "tags": []}
+        siblings = [{"rfilename": path, "size": len(content)} for path, content in found.items()]
+        return {"_id": "1", "id": f"{org}/{name}", "sha": f"{hub.commits:040}", "siblings": siblings, "tags": []}
 
     @app.get(f"/api/models{repo}/tree/<revision>")
     @app.get(f"/api/models{repo}/tree/<revision>/<path:below>")

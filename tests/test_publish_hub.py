@@ -10,11 +10,14 @@ import pytest
 from qspec import publish as stage
 from qspec.cli import main
 from qspec.errors import OutputError, QspecError, SourceError
+from qspec.models.load import load
 from qspec.pair.check import check
 from qspec.provenance import sha256_file
 from qspec.schema.manifest import NAME
+from qspec.schema.recipe import ModelSpec
 from tests.hub_server import TOKEN, Hub, serving_hub
 from tests.test_publish import _pair, _publish
+from tests.tiny import tiny_model
 
 ADDRESS = "hf://org/pair"
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's call of httpx
@@ -133,3 +136,21 @@ def test_no_token_is_told(
         assert TOKEN not in text
     for branches in hub.repos.values():
         assert not any(TOKEN.encode() in content for files in branches.values() for content in files.values())
+
+
+def test_a_model_comes_with_what_lies_beside_it(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch processors and sampling defaults that are never fetched, code and pickles that are, and silence."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    files = _bytes(tiny_model("llama", tmp_path / "source"))
+    files |= {"generation_config.json": b'{"top_k":  20}', "processor_config.json": b"{}", "a[1].txt": b"x"}
+    files |= {"README.md": b"# theirs", "modeling_own.py": b"1", "pytorch_model.bin": b"w", "onnx/config.json": b"{}"}
+    hub.repos["org/tiny"] = {"main": files, f"{0:040}": files}
+    model = load(ModelSpec(model="org/tiny"))
+    travel = {"README.source.md": "README.md", "tokenizer.json": "tokenizer.json", "a[1].txt": "a[1].txt"}
+    travel |= {name: name for name in ("generation_config.json", "processor_config.json")}
+    for name, there in travel.items():
+        assert model.files[name].read_bytes() == files[there]
+    assert model.left_out == {"modeling_own.py": "code", "pytorch_model.bin": "weights", "onnx/": "another model"}
+    assert not [asked for asked in hub.asked if asked.endswith((".py", ".bin", "onnx/config.json"))]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert load(ModelSpec(model="org/tiny")).files == model.files

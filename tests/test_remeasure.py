@@ -87,6 +87,7 @@ def test_vllm_serves_one_arm_after_the_other(pair: Path, url: str, tmp_path: Pat
     assert (stopped, name) == ("stopped", "target")
     assert first["--max-model-len"] == second["--max-model-len"] == "128"
     assert first["--dtype"] == second["--dtype"]
+    assert first["--generation-config"] == second["--generation-config"] == "vllm"  # no penalties of the authors'
     assert [task.backend for task in found.accuracy.tasks] == ["vllm"]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         f"{name}" for name in ("report.csv", "report.html", "report.json", "report.md", "results.json")

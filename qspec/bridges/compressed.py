@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qspec.bridges import hf, quant_config, sidecar
+from qspec.bridges.companions import companions, copy
 from qspec.bridges.layout import require_tensors, split_stored, stored_as, stored_items, stored_rows, stored_schemes
 from qspec.bridges.tensors import LazyTensors, read_tensors, write_shards
 from qspec.errors import OutputError, RecipeError, SourceError
@@ -44,16 +45,20 @@ def write(model: QuantizedModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def write_metadata(model: QuantizedModel, folder: Path, dtype: torch.dtype) -> None:
-    """All files of a checkpoint but its tensors."""
+    """All files of a checkpoint but its tensors: its own, and those that came with the model, byte for byte."""
     _write_json(folder / "config.json", _config(model, dtype))
-    _write_json(folder / "generation_config.json", _generation_config(model))
     (folder / sidecar.NAME).write_text(sidecar.encode(model), encoding="utf-8")
-    model.tokenizer.save(folder)
+    if "tokenizer.json" not in model.files:
+        model.tokenizer.save(folder)
+    copy(model.files, folder)
 
 
 def write_float(model: LoadedModel, folder: Path, dtype: torch.dtype) -> None:
     """Write a model that is not quantized: a plain transformers checkpoint."""
-    plain = QuantizedModel(model.arch, model.tensors, {}, QuantPlan(None), model.config, model.tokenizer, model.source)
+    plan = QuantPlan(None)
+    plain = QuantizedModel(
+        model.arch, model.tensors, {}, plan, model.config, model.tokenizer, model.source, files=model.files
+    )
     write(plain, folder, dtype)
 
 
@@ -101,6 +106,7 @@ def _read(folder: Path) -> QuantizedModel:
         tuple(body.get("notes", ())),
         q_scale,
         sidecar.head_ids(body, arch.vocab_size),
+        companions(folder).files,
     )
 
 
@@ -204,17 +210,6 @@ def _config(model: QuantizedModel, dtype: torch.dtype) -> dict[str, Any]:
     config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "quantization_config")}
     config["dtype"] = str(dtype).removeprefix("torch.")
     return config if quantization is None else config | {"quantization_config": quantization}
-
-
-def _generation_config(model: QuantizedModel) -> dict[str, Any]:
-    """Where generation starts and stops, as the model's own configuration says."""
-    eos = list(model.arch.eos_ids)
-    ids = {
-        "bos_token_id": model.config.get("bos_token_id"),
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": model.config.get("pad_token_id"),
-    }
-    return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
 
 
 class _Reader:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qspec.bridges.companions import notices
 from qspec.bridges.hf import SPLITTERS, ByteBPE, HFTokenizer, arch_from_config, build_tokenizer
 from qspec.bridges.layout import check_shapes
 from qspec.errors import SourceError
@@ -57,7 +58,7 @@ def load_gguf(path: str | Path, source: Mapping[str, str] | None = None) -> Load
     tensors = GGUFTensors(file, arch)
     check_shapes(str(path), arch, {name: tensors.shape(name) for name in tensors})
     origin = {"model": str(path), "revision": "", "sha256": sha256_file(path), **(source or {})}
-    return LoadedModel(arch, tensors, config, tokenizer_from_gguf(file), origin)
+    return LoadedModel(arch, tensors, config, tokenizer_from_gguf(file), origin, notices(Path(path).parent).files)
 
 
 class GGUFFile:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from qspec.bridges.companions import companions
 from qspec.bridges.layout import select_tensors
 from qspec.bridges.support import FIX_CONFIG, USE_SUPPORTED, quantization_method, require_sizes, supported_type
 from qspec.bridges.tensors import read_tensors, weights_sha256
@@ -149,7 +150,10 @@ def load_folder(folder: str | Path, source: Mapping[str, str] | None = None) -> 
         raise SourceError(str(folder), f"is already quantized (method {method!r})", fix)
     tensors = select_tensors(str(folder), read_tensors(folder), arch)
     origin = {"model": str(folder), "revision": "", "sha256": weights_sha256(folder), **(source or {})}
-    return LoadedModel(arch, tensors, clean_config(config), load_tokenizer(folder), origin)
+    beside = companions(folder)
+    return LoadedModel(
+        arch, tensors, clean_config(config), load_tokenizer(folder), origin, beside.files, beside.left_out
+    )
 
 
 def open_trainable(folder: Path, arch: ArchMap) -> torch.nn.Module:

@@ -3,11 +3,16 @@ publish a pair, and describe it on a card.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from qspec.bridges.companions import NOTICES, sort_out
 from qspec.bridges.remote import FolderStore, Item
+from qspec.bridges.tensors import INDEX
 from qspec.errors import OutputError, SourceError
+
+T = TypeVar("T")
 
 SMALL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
@@ -22,8 +27,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-NOTICE_FILES = (*SMALL_FILES, "LICENSE*", "NOTICE*", "USE_POLICY*")
-MODEL_FILES = (*TOKENIZER_FILES, *NOTICE_FILES, "model*.safetensors", "model.safetensors.index.json")
+MODEL_FILES = (*TOKENIZER_FILES, *(f"{name}*" for name in NOTICES), "model*.safetensors", INDEX)
+"""What is fetched without knowing what else there is."""
 
 
 def fetch_config(model: str, revision: str | None) -> tuple[Path, str]:
@@ -36,25 +41,44 @@ def fetch_tokenizer(model: str, revision: str | None) -> Path:
     return _fetch(model, revision, TOKENIZER_FILES)[0]
 
 
-def fetch_notices(model: str, revision: str | None) -> Path:
-    """Folder with the model's licence and notices, from the cache if they are there."""
-    return _fetch(model, revision, NOTICE_FILES)[0]
-
-
 def fetch_model(model: str, revision: str | None) -> tuple[Path, str]:
-    """Folder with the whole model, and its commit. Raises `SourceError` for anything that keeps it from coming."""
-    folder, commit = _fetch(model, revision, MODEL_FILES)
+    """Folder with the whole model, the files that travel with its weights among it, and its commit.
+
+    Raises `SourceError` for anything that keeps it from coming.
+    """
+    beside, _ = sort_out(_sizes(model, revision))
+    folder, commit = _fetch(model, revision, (*MODEL_FILES, *map(glob.escape, beside)))
     if not any(folder.glob("*.safetensors")):
         fix = "give a model with safetensors weights (pickle files are never read), or go online to complete the cache"
         raise SourceError(model, "has no safetensors weights in this revision or in the local cache", fix)
     return folder, commit
 
 
+def left_on_hub(model: str, commit: str, folder: Path) -> dict[str, str]:
+    """Reasons for the files of a model that were not fetched into its folder; none where the Hub cannot be asked."""
+    _, left_out = sort_out(_sizes(model, commit))
+    return {name: reason for name, reason in left_out.items() if not (folder / name).exists()}
+
+
+def _sizes(model: str, revision: str | None) -> dict[str, int]:
+    """Bytes of a model's files by name; empty where the Hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    def ask() -> dict[str, int]:
+        found = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=10).siblings
+        return {file.rfilename: file.size or 0 for file in found or ()}
+
+    try:
+        return _explained(model, revision, ask)
+    except SourceError:  # whoever fetches next says it
+        return {}
+
+
 def _fetch(model: str, revision: str | None, patterns: tuple[str, ...]) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
 
     folder = _explained(
-        model, revision, lambda: snapshot_download(model, revision=revision, allow_patterns=list(patterns))
+        model, revision, lambda: Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
     )
     if not (folder / "config.json").is_file():
         fix = "give a model in transformers format, or go online so that it can be downloaded"
@@ -62,13 +86,13 @@ def _fetch(model: str, revision: str | None, patterns: tuple[str, ...]) -> tuple
     return folder, folder.name  # the cache names a snapshot's folder after its commit
 
 
-def _explained(model: str, revision: str | None, fetch: Callable[[], str]) -> Path:
-    """The fetched folder, or one clear sentence about why there is none."""
+def _explained(model: str, revision: str | None, fetch: Callable[[], T]) -> T:
+    """What `fetch` returns, or one clear sentence about why there is nothing; raises `SourceError`."""
     from huggingface_hub import constants, errors
 
     at = f" at revision {revision!r}" if revision else ""
     try:
-        return Path(fetch())
+        return fetch()
     except errors.GatedRepoError as error:
         fix = f"accept its terms on https://huggingface.co/{model} and run `hf auth login`"
         raise SourceError(model, "is gated and this account has no access", fix) from error

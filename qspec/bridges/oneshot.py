@@ -38,7 +38,7 @@ def quantize(
     refuse(model.arch, spec, plan, rows)
     source, result = workdir / "float", workdir / "quantized"
     try:
-        compressed.write_float(model, source, torch.float32)
+        compressed.write_float(replace(model, files={}), source, torch.float32)  # it refuses some sampling defaults
         _run(source, result, spec.method, _settings(stored_schemes(model.arch, resolved), plan), rows)
         read = compressed.read(result)
     finally:
@@ -54,6 +54,7 @@ def quantize(
         tokenizer=model.tokenizer,
         source=model.source,
         notes=(note,),
+        files=model.files,
     )
 
 

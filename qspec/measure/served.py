@@ -15,7 +15,7 @@ from qspec.progress import Progress
 from qspec.records import Tokenizer
 from qspec.schema.recipe import ApiSpec, Recipe
 from qspec.schema.results import TaskResult
-from qspec.serving.vllm import Serving
+from qspec.serving.vllm import NEUTRAL, Serving
 
 ARMS = ("original", "quantized")
 HOST, PATIENCE = "127.0.0.1", 900.0
@@ -67,7 +67,7 @@ def started(python: Path, jobs: dict[str, Serving], context: int) -> Iterator[Se
     @contextmanager
     def open_arm(arm: str) -> Iterator[Api]:
         job, port = jobs[arm], vllm.free_port(HOST)
-        with vllm.server(python, job.model, job.arguments, HOST, port, PATIENCE):
+        with vllm.server(python, job.model, (*NEUTRAL, *job.arguments), HOST, port, PATIENCE):
             api = Api(f"http://{HOST}:{port}/v1")
             try:
                 yield api

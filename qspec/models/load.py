@@ -1,7 +1,7 @@
 """Load a model: from an installed package, a GGUF file, a transformers folder, or the Hub."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import importlib.metadata
 import importlib.util
 import json
@@ -13,7 +13,7 @@ import torch
 
 from qspec.bridges.gguf import GGUFFile, config_from_gguf, load_gguf, tokenizer_from_gguf
 from qspec.bridges.hf import arch_from_config, load_folder, load_tokenizer, read_config
-from qspec.bridges.hub import fetch_config, fetch_model, fetch_notices, fetch_tokenizer
+from qspec.bridges.hub import fetch_config, fetch_model, fetch_tokenizer, left_on_hub
 from qspec.errors import SourceError
 from qspec.eval_files import eval_dir
 from qspec.records import ArchMap, LoadedModel, QuantizedModel, Tokenizer
@@ -25,10 +25,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 STORED = 2
 """Bytes of a stored value where only a model's shape is known: nearly all models come in 16 bits."""
-
-
-NOTICES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
-"""What the names of files begin with that have to travel with weights."""
 
 
 _FORMS = "give a Hub id (org/name), a folder, a *.gguf file, or package:<import name>/<file>"
@@ -54,7 +50,8 @@ def _load(spec: ModelSpec) -> LoadedModel:
     where = locate(spec)
     if where.path is None:
         folder, commit = fetch_model(spec.model, spec.revision)
-        return load_folder(folder, {"model": spec.model, "revision": commit})
+        model = load_folder(folder, {"model": spec.model, "revision": commit})
+        return replace(model, left_out={**model.left_out, **left_on_hub(spec.model, commit, folder)})
     source = {"model": spec.model, "revision": where.revision}
     return load_gguf(where.path, source) if where.kind == "gguf" else load_folder(where.path, source)
 
@@ -123,17 +120,6 @@ def resolve_tokenizer(spec: ModelSpec) -> Tokenizer:
     if where.path is None:
         return load_tokenizer(fetch_tokenizer(spec.model, spec.revision))
     return tokenizer_from_gguf(GGUFFile(where.path)) if where.kind == "gguf" else load_tokenizer(where.path)
-
-
-def notices(source: Mapping[str, str]) -> list[Path]:
-    """Licence, notice and use policy files that lie beside a model's weights, by its recorded origin."""
-    try:
-        where = locate(ModelSpec(model=source["model"]))
-        folder = where.path or fetch_notices(source["model"], source.get("revision"))
-    except (KeyError, SourceError):  # a folder that has moved, a cache that is gone
-        return []
-    folder = folder if folder.is_dir() else folder.parent
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.name.upper().startswith(NOTICES))
 
 
 def shape_file(model: str) -> Path:

@@ -1,6 +1,6 @@
 """Write the pair: target and draft in one folder under one manifest, verified before it gets its name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import json
 from pathlib import Path
 import shutil
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from qspec.bridges import compressed
+from qspec.bridges.companions import Companions, companions, copy, left_out_notes
 from qspec.errors import IntegrityError, OutputError
-from qspec.models.load import notices, stored_dtype
+from qspec.models.load import stored_dtype
 from qspec.models.vocab import check_heads, check_tokenizers, real_vocab
 from qspec.numerics.quantization.outliers import same_matrix
 from qspec.pair.check import check, examine, read_manifest, scheme_counts
@@ -52,10 +53,10 @@ def package(
     with staged_dir(pair) as part:
         for name, model in halves.items():
             compressed.write(model, part / name, stored_dtype(recipe, model))
-            for path in notices(model.source):
-                shutil.copyfile(path, part / name / path.name)
         kind_of(recipe.draft).write(part / DRAFT, target, head)
-        (part / NAME).write_bytes(_manifest(target, draft, recipe, part).dump())
+        beside = Companions() if head is None else companions(head)
+        copy(beside.files, part / DRAFT)
+        (part / NAME).write_bytes(_manifest(target, draft, recipe, part, left_out_notes(beside.left_out)).dump())
         _, read = examine(part)
         for name, model in halves.items():
             _verify(model, read[name], name)
@@ -105,14 +106,16 @@ def refuse_guessed(pair: Path) -> None:
             )
 
 
-def _manifest(target: QuantizedModel, draft: QuantizedModel | None, recipe: Recipe, pair: Path) -> Manifest:
+def _manifest(
+    target: QuantizedModel, draft: QuantizedModel | None, recipe: Recipe, pair: Path, head_notes: Sequence[str]
+) -> Manifest:
     made = as_made(recipe, target, draft)
     served = exports(made, read_device(recipe.device), target.arch)
     missing = [f"{part.part}: {part.detail}" for part in served if part.runtime == "vllm" and not part.served]
     return Manifest(
         name=recipe.name,
         target=_half("model", TARGET, target),
-        draft=_draft_half(recipe, draft),
+        draft=_draft_half(recipe, draft, head_notes),
         tokenizer=TokenizerInfo(
             fingerprint=target.tokenizer.fingerprint(),
             real_vocab=real_vocab(target.tokenizer),
@@ -146,13 +149,13 @@ def _half(kind: str, folder: str, model: QuantizedModel) -> Half:
     )
 
 
-def _draft_half(recipe: Recipe, draft: QuantizedModel | None) -> Half:
+def _draft_half(recipe: Recipe, draft: QuantizedModel | None, head_notes: Sequence[str]) -> Half:
     spec = recipe.draft
     if draft is not None:
         return _half(spec.kind, DRAFT, draft)
     origin = spec.source
     source = {} if origin is None else {"model": origin.model, "revision": origin.revision or ""}
-    return Half(kind=spec.kind, folder=spec.folder, source=source)
+    return Half(kind=spec.kind, folder=spec.folder, source=source, notes=tuple(head_notes))
 
 
 def _speculation(recipe: Recipe, target: QuantizedModel) -> dict[str, Any]:

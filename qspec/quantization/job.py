@@ -8,6 +8,7 @@ import shutil
 import torch
 
 from qspec.bridges import compressed, oneshot
+from qspec.bridges.companions import left_out_notes
 from qspec.bridges.text import calibration_rows
 from qspec.models.load import stored_dtype
 from qspec.models.vocab import real_vocab
@@ -16,6 +17,7 @@ from qspec.progress import Progress
 from qspec.provenance import (
     atomic_write,
     digest_of,
+    sha256_file,
     staged_dir,
 )
 from qspec.quantization.allocate import allocate_plan
@@ -69,9 +71,16 @@ def quantize_model(
 
     `work` keeps the finished layers, for a run that is killed; `dtype` is of what is not quantized.
     """
+    made = fuse(_quantized(model, spec, fusion, text, work, dtype))
+    return replace(made, notes=(*made.notes, *left_out_notes(model.left_out)))
+
+
+def _quantized(
+    model: LoadedModel, spec: QuantSpec, fusion: FusionSpec, text: Calibration, work: Path, dtype: torch.dtype
+) -> QuantizedModel:
     plan = build_plan(spec)
     if spec.engine == "llmcompressor":
-        return fuse(oneshot.quantize(model, spec, plan, text.rows, work))
+        return oneshot.quantize(model, spec, plan, text.rows, work)
     model, notes = prepare(model, spec, text.seed)
     if spec.mixed is not None:
         scores = kept_scores(
@@ -89,7 +98,7 @@ def quantize_model(
         drawn = random_rows(real_vocab(model.tokenizer), spec.random_rows, text.spec.length, text.seed)
         return [*text.rows, *drawn]
 
-    return fuse(stream(model, job, rows, store, text.progress))
+    return stream(model, job, rows, store, text.progress)
 
 
 def quantized_half(
@@ -98,7 +107,8 @@ def quantized_half(
     """A half in `folder`: that of an earlier run, if it was made of the same model with the same settings."""
     dtype, note = stored_dtype(recipe, model), folder.with_name(f"{folder.name}.settings")
     told = [part.model_dump(mode="json") for part in (spec, recipe.fusion, recipe.calibration)]
-    settings = digest_of([told, recipe.seed, str(dtype), model.arch.n_layers, dict(model.source)])
+    beside = {name: sha256_file(path) for name, path in model.files.items()}
+    settings = digest_of([told, recipe.seed, str(dtype), model.arch.n_layers, dict(model.source), beside])
     if folder.exists() and note.exists() and note.read_text(encoding="utf-8") == settings:
         return compressed.read(folder)
     text.progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")

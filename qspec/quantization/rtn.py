@@ -54,6 +54,7 @@ def quantize(
         scales.v,
         notes=tuple(notes),
         q_scale=scales.q,
+        files=model.files,
     )
 
 

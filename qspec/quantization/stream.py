@@ -152,4 +152,4 @@ def _assemble(
     )
     write_index(store.folder, {name: file.name for file in store.tensor_files() for name in read_tensors(file)})
     compressed.write_metadata(whole, store.folder, job.dtype)
-    return replace(compressed.read(store.folder), source=model.source)
+    return replace(compressed.read(store.folder), source=model.source, files=model.files)

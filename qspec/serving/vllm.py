@@ -16,6 +16,9 @@ from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.schemes.device_rules import kv_flag
 
+NEUTRAL = ("--generation-config", "vllm")
+"""For measuring: stop tokens are the model's, but its sampling defaults (penalties, lengths) change no answers."""
+
 
 @dataclass(frozen=True)
 class Serving:

@@ -171,7 +171,7 @@ def _trainable(kept: LoadedModel, spec: DistillSpec, folder: Path, rank: int) ->
     """The draft as it begins, in transformers; embedding and head stay the target's unless they are to be trained."""
     if rank == 0:
         with staged_dir(folder) as part:
-            compressed.write_float(kept, part, torch.float32)
+            compressed.write_float(replace(kept, files={}), part, torch.float32)
     barrier()
     module = open_trainable(folder, kept.arch)
     for name, parameter in module.named_parameters():

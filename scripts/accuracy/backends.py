@@ -23,7 +23,7 @@ from qspec.provenance import environment
 from qspec.remeasure import evaluate_pair
 from qspec.schema.recipe import Backend
 from qspec.schema.results import Results, TaskRow
-from qspec.serving.vllm import serving
+from qspec.serving.vllm import NEUTRAL, serving
 from scripts.common import digest, write_baseline
 from scripts.engines.build_peers import python_of
 from scripts.vllm.run import ENVIRONMENT, SMALL, Row
@@ -70,7 +70,7 @@ def asked(pair: Path, backend: Backend, python: Path, again: bool) -> Results:
         if backend == "api":
             job, url = serving(pair, draft=False, more=SMALL), f"http://127.0.0.1:{PORT}/v1"
             told.append(f"evaluation.api={{original: '{url}', quantized: '{url}'}}")
-            with vllm.server(python, job.model, job.arguments, "127.0.0.1", PORT, 900):
+            with vllm.server(python, job.model, (*NEUTRAL, *job.arguments), "127.0.0.1", PORT, 900):
                 return evaluate_pair(pair, out, tuple(told), backend)
         return evaluate_pair(pair, out, tuple(told), backend, python, more=SMALL)
     return Results.read(out / "results.json")

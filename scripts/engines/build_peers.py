@@ -7,6 +7,7 @@ A peer that cannot be installed or converted for is noted in runs/peers/refused.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 import json
 from pathlib import Path
@@ -110,7 +111,8 @@ def convert(name: str, weights: Weights, subject: Subject) -> None:
         quantize_checkpoint(spec, out, subject.calibration)
     elif weights.kind == "float":
         with staged_dir(out) as part:
-            compressed.write_float(load(subject.source), part, getattr(torch, weights.format))
+            model = replace(load(subject.source), files={})  # engines would take penalties from a generation_config
+            compressed.write_float(model, part, getattr(torch, weights.format))
     else:
         part = out.with_name(f".{out.name}.partial")
         shutil.rmtree(part, ignore_errors=True)

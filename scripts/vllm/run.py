@@ -38,7 +38,7 @@ from qspec.pipeline import quantize_halves
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment
 from qspec.schema.recipe import BenchmarkSpec, Recipe
-from qspec.serving.vllm import serving
+from qspec.serving.vllm import NEUTRAL, serving
 from qspec.speculation.engine import generate
 from qspec.speculation.length.policies import Fixed
 from qspec.speculation.types import Generation, Sampling
@@ -121,7 +121,7 @@ def served(args: argparse.Namespace, requests: Sequence[Request], *, draft: bool
     path = WORK / f"{digest(asked)}.json"
     if args.again or not path.exists():
         name = job.arguments[job.arguments.index("--served-model-name") + 1]
-        with vllm.server(args.python, job.model, job.arguments, "127.0.0.1", args.port, 900):
+        with vllm.server(args.python, job.model, (*NEUTRAL, *job.arguments), "127.0.0.1", args.port, 900):
             url = f"http://127.0.0.1:{args.port}"
             answers = [ask(url, request.tokens, args.new, name) for request in requests]
             WORK.mkdir(parents=True, exist_ok=True)

@@ -127,6 +127,15 @@ def test_answers_equal_those_of_transformers(until: list[str], ours: Any, theirs
     assert any(mine)
 
 
+def test_sampling_defaults_of_the_authors_change_no_answers(folder: Path, ours: Any, tmp_path: Path):
+    """Would catch a repetition penalty, or a length, of generation_config.json in what is measured by transformers."""
+    told = {"repetition_penalty": 9.0, "max_new_tokens": 1, "eos_token_id": 2}
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    (copy / "generation_config.json").write_text(json.dumps(told), encoding="utf-8")
+    asked = _requests("generate_until", ("The quick brown fox", {"until": [], "max_gen_toks": 12, "do_sample": False}))
+    assert models.folder_model(copy, Cuts()).generate_until(asked, disable_tqdm=True) == ours.generate_until(asked)
+
+
 def _engine(script: str, **options: Any) -> tuple[Engine, Parrot]:
     lm = Parrot(Letters().encode(script, special=False), **options)
     return Engine(lm, Letters(), EOS), lm

@@ -81,6 +81,7 @@ def test_each_failure_says_what_to_do(monkeypatch: pytest.MonkeyPatch, error: Ex
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
     with pytest.raises(SourceError, match=message):
         fetch_model("org/tiny", None)
 

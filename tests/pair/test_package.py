@@ -12,8 +12,11 @@ from qspec.errors import IntegrityError, OutputError, PairError
 from qspec.pair import package as package_stage
 from qspec.pair.check import check, read_manifest
 from qspec.pair.package import package, seal, stored_bytes
+from qspec.pipeline import quantize_checkpoint
 from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
+from qspec.schema.quantization import QuantSpec
+from qspec.schema.recipe import ModelSpec
 from qspec.schemes.build import build_plan
 from tests.observed import load, observe
 from tests.pairs import halves, recipe
@@ -47,15 +50,34 @@ def test_a_pair_says_what_it_is(made: Halves, tmp_path: Path) -> None:
 
 def test_licences_travel_with_the_weights(tmp_path: Path) -> None:
     """Would catch weights that are given away without the terms that they came under."""
-    source = tmp_path / "source"
-    target, draft = halves(source)
-    (source / "LICENSE.txt").write_text("terms", encoding="utf-8")
-    (source / "USE_POLICY.md").write_text("policy", encoding="utf-8")
-    target, draft = (replace(half, source=dict(half.source) | {"model": str(source)}) for half in (target, draft))
+    target, draft = halves(tmp_path / "source")
+    terms = {"LICENSE.txt": "terms", "USE_POLICY.md": "policy"}
+    for name, text in terms.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    target, draft = (replace(half, files={name: tmp_path / name for name in terms}) for half in (target, draft))
     pair = package(target, draft, recipe(), tmp_path)
     listed = {entry.path for entry in read_manifest(pair).files}
     assert {f"{half}/{name}" for half in ("target", "draft") for name in ("LICENSE.txt", "USE_POLICY.md")} <= listed
     assert (pair / "target/LICENSE.txt").read_text() == "terms"
+    check(pair)
+
+
+def test_files_beside_the_weights_travel_with_both_halves(tmp_path: Path) -> None:
+    """Would catch sampling defaults of one half given to the other, or made up; and files that vanish unnamed."""
+    made = []
+    for name, temperature in (("target", 0.6), ("draft", 0.9)):
+        source = tiny_model("llama", tmp_path / name)
+        (source / "generation_config.json").write_text(f'{{"temperature": {temperature},  "eos_token_id": 2}}')
+        (source / "README.md").write_text(f"# {name}")
+        (source / "custom.py").write_text("print()")
+        spec = ModelSpec(model=str(source), quantization=QuantSpec(scheme="FP8_DYNAMIC"))
+        made.append(quantize_checkpoint(spec, tmp_path / f"{name}-fp8"))
+    pair = package(made[0], made[1], recipe(), tmp_path)
+    manifest = read_manifest(pair)
+    for name, half in (("target", manifest.target), ("draft", manifest.draft)):
+        for file, copy in (("generation_config.json", "generation_config.json"), ("README.md", "README.source.md")):
+            assert (pair / name / copy).read_bytes() == (tmp_path / name / file).read_bytes()
+        assert "Files of the source that do not come along: custom.py (code)." in half.notes
     check(pair)
 
 

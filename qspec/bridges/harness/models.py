@@ -117,7 +117,11 @@ def _answers(ask: Callable[[T], R], questions: Iterable[T], at_once: int, progre
 
 
 def folder_model(folder: Path, cuts: Cuts) -> Any:
-    """The harness's transformers model, which also notes the answers that hit the token limit."""
+    """The harness's transformers model, which also notes the answers that hit the token limit.
+
+    Of the model's `generation_config.json` it keeps the stop tokens alone: penalties would change greedy answers, and
+    lengths cut them.
+    """
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import hash_string
 
@@ -141,4 +145,7 @@ def folder_model(folder: Path, cuts: Cuts) -> Any:
 
     model = FolderLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
     model.set_cache_hook(model)
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    told = model.model.generation_config
+    model.model.generation_config = type(told)(**{name: getattr(told, name) for name in ids})
     return model
