@@ -14,14 +14,21 @@ from typing import Any
 
 from torch import Tensor
 
-from qspec.bridges import scheme_json
 from qspec.bridges.quant_config import canonical_plan
 from qspec.numerics.quantization.affine import QTensor
-from qspec.numerics.quantization.blocks import to_blocks
+from qspec.numerics.quantization.blocks import (
+    Granularity,
+    PerBlock,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    to_blocks,
+)
 from qspec.numerics.quantization.clipping import Clip
 from qspec.numerics.quantization.codes import symmetric_scale
 from qspec.numerics.quantization.distribution import below_share, kurtosis, peak_ratio
-from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, NumFormat
+from qspec.numerics.quantization.formats import FORMATS, FP8_E4M3, FP8_E5M2, NumFormat
 from qspec.ops import reference
 from qspec.plan import LayerScheme, QuantPlan, Rule, TensorScheme
 from qspec.quantization.rtn import finite_weight, quantize_unit, static_input_scale
@@ -39,6 +46,7 @@ over the input, which decoding pays for in every layer.
 _TWINS = {"FP8": ("FP8", "FP8_DYNAMIC"), "FP8_DYNAMIC": ("FP8_STATIC", "FP8_DYNAMIC"), "W8A8": ("W8A8_STATIC", "W8A8")}
 """By scheme: with a stored input scale, and with one per token. FP8 has one weight scale per tensor, its twin many."""
 _FORMATS = (FP8_E4M3, FP8_E5M2)
+_GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerToken, PerGroup, PerBlock)}
 
 log = logging.getLogger("qspec")
 
@@ -76,13 +84,48 @@ class Decision:
 
     def record(self) -> dict[str, Any]:
         """JSON values; `read` gives back an equal decision."""
-        return asdict(self) | {"layers": list(self.layers), "scheme": scheme_json.encode(self.scheme)}
+        return asdict(self) | {"layers": list(self.layers), "scheme": encode_scheme(self.scheme)}
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Decision":
         """Inverse of `record`."""
         profiles = {key: record[key] and Profile(**record[key]) for key in ("weight", "input")}
-        return cls(tuple(record["layers"]), scheme_json.decode(record["scheme"]), record["ratio"], **profiles)
+        return cls(tuple(record["layers"]), decode_scheme(record["scheme"]), record["ratio"], **profiles)
+
+
+def encode_scheme(scheme: LayerScheme) -> dict[str, Any]:
+    """A scheme as JSON values, complete by itself; `decode_scheme` gives back an equal one."""
+    activation = None if scheme.activation is None else _encode(scheme.activation)
+    return {
+        "name": scheme.name,
+        "weight": _encode(scheme.weight),
+        "activation": activation,
+        "outliers": scheme.outliers,
+    }
+
+
+def decode_scheme(body: Mapping[str, Any]) -> LayerScheme:
+    """Inverse of `encode_scheme`."""
+    activation = None if body["activation"] is None else _decode(body["activation"])
+    return LayerScheme(body["name"], _decode(body["weight"]), activation, body["outliers"])
+
+
+def _encode(tensor: TensorScheme) -> dict[str, Any]:
+    granularity = {"kind": type(tensor.granularity).__name__, **asdict(tensor.granularity)}
+    return {
+        "format": tensor.fmt.name,
+        "granularity": granularity,
+        "symmetric": tensor.symmetric,
+        "dynamic": tensor.dynamic,
+        "clip": asdict(tensor.clip),
+    }
+
+
+def _decode(body: Mapping[str, Any]) -> TensorScheme:
+    sizes = dict(body["granularity"])
+    granularity: Granularity = _GRANULARITIES[sizes.pop("kind")](**sizes)
+    clip = Clip(**body["clip"])
+    return TensorScheme(FORMATS[body["format"]], granularity, body["symmetric"], body["dynamic"], clip)
 
 
 def choose(model: LoadedModel, stats: LayerStats, plan: QuantPlan, spec: QuantSpec) -> tuple[QuantPlan, list[str]]:

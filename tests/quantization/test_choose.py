@@ -12,11 +12,22 @@ from torch import Tensor
 from qspec.bridges import compressed
 from qspec.bridges.tensors import read_tensors
 from qspec.nn.eager.decoder import Decoder
+from qspec.numerics.quantization.blocks import PerGroup
 from qspec.numerics.quantization.clipping import Clip
-from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2
+from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT4
 from qspec.ops import reference
-from qspec.plan import LayerScheme, QuantPlan, Rule
-from qspec.quantization.choose import MARGIN, Decision, choice_notes, choose, compact, decide, decided
+from qspec.plan import LayerScheme, QuantPlan, Rule, TensorScheme
+from qspec.quantization.choose import (
+    MARGIN,
+    Decision,
+    choice_notes,
+    choose,
+    compact,
+    decide,
+    decided,
+    decode_scheme,
+    encode_scheme,
+)
 from qspec.quantization.pieces import piece_plan, pieces
 from qspec.quantization.rtn import quantize
 from qspec.records import LayerStats, LoadedModel, QuantizedModel
@@ -303,3 +314,14 @@ def test_static_twins_take_the_kl_clip() -> None:
         assert scheme is not None
         assert scheme.activation is not None
         assert (scheme.weight.clip, scheme.activation.clip) == (Clip(), clip)
+
+
+NAMES = ("W8A8", "W8A8_STATIC", "FP8", "FP8_STATIC", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A8")
+OWN = LayerScheme("OWN", TensorScheme(FP8_E5M2, PerGroup(32), clip=Clip("percentile", 99.5)), None, 0.25)
+ZEROS = LayerScheme("ZEROS", TensorScheme(INT4, PerGroup(64), symmetric=False, clip=Clip("mse")))
+
+
+@pytest.mark.parametrize("scheme", [*map(layer_scheme, NAMES), OWN, ZEROS], ids=lambda scheme: scheme.name)
+def test_schemes_survive_json(scheme: LayerScheme) -> None:
+    """Would catch a field of a scheme that is lost or takes its default."""
+    assert decode_scheme(json.loads(json.dumps(encode_scheme(scheme)))) == scheme
