@@ -2,9 +2,9 @@
 """Attention of a few rows per sequence over the static cache: decoding, verification of chains and trees.
 
 All rows of a sequence and all query heads of a KV head share a tile, so that keys and values are read once, as they are
-stored. The context of each sequence, whose length is read on the device, is cut into equal parts for as many programs
-as fill the GPU (split-K); the last of them also reads the nodes behind it. `merge_kernel` joins the parts by their
-log-sum-exp, in one order. Scores and sums are float32; probabilities are rounded to the queries' dtype before they meet
+stored. The context of each sequence, whose length is read on the device, is cut into equal parts (split-K): as many as
+fill the GPU, but no shorter than `PART`, so a short context has few, however long the cache is. The last of them also
+reads the nodes behind it. `merge_kernel` joins the parts by their log-sum-exp, in one order. Scores and sums are float32; probabilities are rounded to the queries' dtype before they meet
 the values, as flash attention does.
 """
 
@@ -13,15 +13,24 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from qspec.ops.cuda.device import interpreted, processors
+from qspec.ops.cuda.device import processors
 from qspec.ops.cuda.rows import BITS, KINDS, encode, stored_bits
 from qspec.ops.reference_cuda import KVLayer
 
 LOG2E = 1.4426950408889634
 TILE = 64
-"""Query rows of a program at most: the registers hold no more."""
+"""Query rows of a program at most: the registers hold no more, and of these with half as many positions."""
 NODE_BLOCK = 16
 """Nodes of a step: the least that tensor cores take."""
+PART = tl.constexpr(128)
+"""Positions of a part at least."""
+MOST_SPLITS = 64
+
+
+@triton.jit
+def parts_of(length, SPLITS: tl.constexpr):
+    """Parts that a context is cut into, of `SPLITS` that there are programs for."""
+    return tl.minimum(tl.maximum(tl.cdiv(length, PART), 1), SPLITS)
 
 
 @triton.jit
@@ -112,7 +121,8 @@ def attend_kernel(
     top = tl.full([BM], float("-inf"), tl.float32)
     mass = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
-    part = tl.cdiv(length, SPLITS * BL) * BL
+    parts = parts_of(length, SPLITS)
+    part = tl.cdiv(length, parts * BL) * BL
     first = tl.minimum(split * part, length)
     end = tl.minimum(first + part, length)
     for start in range(first, end, BL):
@@ -125,7 +135,7 @@ def attend_kernel(
 
     node = tl.arange(0, 64)
     last = tl.max(tl.where(((bits[:, None] >> node[None, :]) & 1) == 1, node[None, :] + 1, 0), 1)
-    nodes = tl.where(split == SPLITS - 1, tl.max(last, 0), 0)
+    nodes = tl.where(split == parts - 1, tl.max(last, 0), 0)
     for start in range(0, nodes, BN):
         own = start + tl.arange(0, BN)
         sees = (((bits[:, None] >> own[None, :]) & 1) == 1) & (length + own < positions)[None, :]
@@ -138,23 +148,24 @@ def attend_kernel(
     if SPLITS == 1:
         tl.store(out_ptr + line[:, None] * D + d[None, :], encode(y, KIND), here)
     else:
-        tl.store(out_ptr + (line * SPLITS + split)[:, None] * D + d[None, :], y, here)
+        tl.store(out_ptr + (line * SPLITS + split)[:, None] * D + d[None, :], y, here & (split < parts))
         lse = tl.where(mass > 0, top + tl.log2(tl.where(mass > 0, mass, 1.0)), float("-inf"))
-        tl.store(lse_ptr + line * SPLITS + split, lse, real)
+        tl.store(lse_ptr + line * SPLITS + split, lse, real & (split < parts))
 
 
 @triton.jit
 def merge_kernel(
-    part_ptr, lse_ptr, out_ptr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr,
-    KIND: tl.constexpr,
+    part_ptr, lse_ptr, lengths_ptr, out_ptr, lines, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr,
+    BS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """One query row: its parts, weighted by their masses."""
+    """One query row, of `lines` of its sequence: its parts, weighted by their masses."""
     line = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, BS), tl.arange(0, BD)
-    lse = tl.load(lse_ptr + line * SPLITS + s, s < SPLITS, float("-inf"))
+    parts = parts_of(tl.load(lengths_ptr + line // lines).to(tl.int32), SPLITS)
+    lse = tl.load(lse_ptr + line * SPLITS + s, s < parts, float("-inf"))
     top = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    inside = (s < SPLITS)[:, None] & (d < D)[None, :]
+    inside = (s < parts)[:, None] & (d < D)[None, :]
     part = tl.load(part_ptr + (line * SPLITS + s)[:, None] * D + d[None, :], inside, 0.0)
     mass = tl.sum(weight, 0)
     y = tl.sum(part * weight[:, None], 0) / tl.where(mass > 0, mass, 1.0)
@@ -172,7 +183,7 @@ def takes(q_BRQD: Tensor, cache: KVLayer) -> bool:
 def attend(
     q_BRQD: Tensor, cache: KVLayer, lengths_B: Tensor, ancestors_BR: Tensor, scale: float, splits: int | None = None
 ) -> Tensor:
-    """Kernel of the twin of that name; `splits`: parts of each context, chosen for the GPU if not given."""
+    """Kernel of the twin of that name; `splits`: most parts of a context, chosen for the GPU if not given."""
     (b, r, heads, d), (groups, positions) = q_BRQD.shape, cache.k_BGLD.shape[1:3]
     share, device = heads // groups, q_BRQD.device
     tile = min(max(triton.next_power_of_2(r * share), 16), TILE)
@@ -184,7 +195,7 @@ def attend(
         part = torch.empty(b * r * heads, splits, d, dtype=torch.float32, device=device)
         lse = torch.empty(b * r * heads, splits, dtype=torch.float32, device=device)
     by_token, coded = isinstance(cache.k_scale, Tensor), cache.k_BGLD.element_size() == 1
-    exact = interpreted() or torch.float32 in (q_BRQD.dtype, cache.k_BGLD.dtype)
+    exact = torch.float32 in (q_BRQD.dtype, cache.k_BGLD.dtype)
     k_scale, v_scale = (x if isinstance(x, Tensor) else lse for x in (cache.k_scale, cache.v_scale))
     k_factor, v_factor = (
         float(x) if coded and not isinstance(x, Tensor) else 1.0 for x in (cache.k_scale, cache.v_scale)
@@ -210,20 +221,22 @@ def attend(
         D=d,
         BD=triton.next_power_of_2(d),
         BM=tile,
-        BL=32 if exact else 64,
+        BL=32 if exact or tile == TILE else 64,
         BN=NODE_BLOCK,
         SPLITS=splits,
         BY_TOKEN=by_token and coded,
         KIND=KINDS[q_BRQD.dtype],
         DOT=tl.float32 if exact else tl.bfloat16,
-        num_warps=4,
+        num_warps=8 if exact else 4,
         num_stages=3,
     )
     if splits > 1:
         merge_kernel[(b * r * heads,)](
             part,
             lse,
+            lengths_B,
             stored_bits(out_BRQD),
+            r * heads,
             D=d,
             BD=triton.next_power_of_2(d),
             SPLITS=splits,
@@ -234,5 +247,5 @@ def attend(
 
 
 def best_splits(tiles: int, positions: int, programs: int) -> int:
-    """Parts of a context: two programs per processor, none with less than 128 positions, 64 at most."""
-    return max(min(-(-2 * programs // tiles), -(-positions // 128), 64), 1)
+    """Parts that the longest context is cut into: two programs per processor."""
+    return max(min(triton.cdiv(2 * programs, tiles), triton.cdiv(positions, PART.value), MOST_SPLITS), 1)

@@ -2,8 +2,12 @@
 """The linear layer of a few rows: every weight is read once, as it is stored.
 
 Each program has some outputs and some inputs (split-K); parts are added in one order, so that equal inputs give equal
-bits. Codes are multiplied as they are: INT8 in int32, FP8 as float16 and INT4 in the inputs' type, which hold them
-exactly; scales follow, per group within the sum and else behind it. Floats are summed in float32.
+bits. Codes are multiplied as they are, INT8 and FP8 by the tensor cores' own instructions, INT4 in the inputs' type,
+which holds them exactly; scales follow, per group within the sum and else behind it. Weights are the left operand: their
+64 outputs fill the tile that Hopper's tensor cores ask for, where a few rows would not.
+
+Floats are summed in float32; FP8 within a step in the tensor cores' own precision (about 14 bits on Hopper), as serving
+engines do, and in float32 from step to step.
 """
 
 from dataclasses import dataclass
@@ -14,18 +18,13 @@ import triton
 import triton.language as tl
 
 from qspec.numerics.quantization.formats import INT4
-from qspec.ops.cuda.device import interpreted, processors
+from qspec.ops.cuda.device import processors
 from qspec.ops.cuda.rows import BITS, KINDS, encode, stored_bits
 from qspec.ops.cuda.tuning import fastest
 from qspec.ops.reference_cuda import CudaWeight
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-DOTS = {
-    torch.int8: tl.int8,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-}
+DOTS = {torch.int8: tl.int8, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,14 @@ def few_rows_kernel(
 ):
     """A tile of `BN` outputs, from `steps` blocks of `BK` stored inputs; a row of weights is `width` long as stored.
 
-    STEPS_A_GROUP 0: one scale per output. WHOLE: sums are integers. `scale_step` 0: all rows have one scale. With
+    STEPS_A_GROUP 0: one scale per output. WHOLE: sums are integers. DOT: the type that both operands are given, None for
+    FP8, whose two formats the tensor cores multiply as they are. `scale_step` 0: all rows have one scale. With
     SPLITS > 1 the unscaled parts `[SPLITS, rows, outputs]` are written.
     """
     n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     step = tl.program_id(1) * steps
-    acc = tl.zeros([BM, BN], tl.int32 if WHOLE else tl.float32)
+    acc = tl.zeros([BN, BM], tl.int32 if WHOLE else tl.float32)
     for i in range(step, step + steps):
         k = i * BK + tl.arange(0, BK)
         reads = (n < outputs)[:, None] & (k < width)[None, :]
@@ -82,16 +82,19 @@ def few_rows_kernel(
             at = m[:, None] * (2 * width) + 2 * k[None, :]
             low, high = ((w << 4) >> 4).to(DOT), (w >> 4).to(DOT)
             even, odd = tl.load(x_ptr + at, has, 0.0).to(DOT), tl.load(x_ptr + at + 1, has, 0.0).to(DOT)
-            part = tl.dot(even, tl.trans(low), input_precision="ieee")
-            part += tl.dot(odd, tl.trans(high), input_precision="ieee")
+            part = tl.dot(low, tl.trans(even), input_precision="ieee")
+            part += tl.dot(high, tl.trans(odd), input_precision="ieee")
         else:
             x = tl.load(x_ptr + m[:, None] * width + k[None, :], has, 0.0)
-            part = tl.dot(x.to(DOT), tl.trans(w.to(DOT)), input_precision="ieee")
+            if DOT is not None:
+                w, x = w.to(DOT), x.to(DOT)
+            part = tl.dot(w, tl.trans(x), input_precision="ieee")
         if STEPS_A_GROUP > 0:
             group = i // STEPS_A_GROUP
             scale = tl.load(w_scale_ptr + n * groups + group, (n < outputs) & (group < groups), 0.0)
-            part = part.to(tl.float32) * scale[None, :]
+            part = part.to(tl.float32) * scale[:, None]
         acc += part
+    acc = tl.trans(acc)
     inside = (m < rows)[:, None] & (n < outputs)[None, :]
     at = m[:, None].to(tl.int64) * outputs + n[None, :]
     if SPLITS > 1:
@@ -152,8 +155,8 @@ def tilings(rows: int, weight: CudaWeight, programs: int) -> list[Tiles]:
     """Ways to cut `few_rows` that may be the fastest, the likeliest first. Two programs per processor hide latency."""
     outputs, width = weight.codes.shape
     found = list[Tiles]()
-    for count, row_bytes, waves in ((64, 128, 2), (32, 128, 2), (64, 128, 4), (128, 128, 2), (64, 256, 2)):
-        if rows > 16 and row_bytes > 128:  # more shared memory than Ada has
+    for count, row_bytes, waves in ((64, 128, 2), (64, 128, 4), (128, 128, 2), (64, 256, 2)):
+        if rows > 16 and max(2 * count, row_bytes) > 128:  # more registers or shared memory than there is
             continue
         inputs = min(row_bytes // weight.codes.element_size(), stored_group(weight) or 256)
         most = max(triton.cdiv(width, inputs) // 4, 1)
@@ -192,7 +195,7 @@ def few_rows(codes_NK: Tensor, scale_N: Tensor | None, weight: CudaWeight, tiles
         W_SCALED=weight.scale is not None and not group,
         SPLITS=tiles.splits,
         WHOLE=whole,
-        DOT=DOTS[torch.float32 if interpreted() and dot.is_floating_point else dot],
+        DOT=DOTS.get(dot),
         KIND=KINDS[weight.dtype],
         BM=tile_rows(rows),
         BN=tiles.outputs,
@@ -239,15 +242,15 @@ def stored_group(weight: CudaWeight) -> int:
 
 
 def product(x: torch.dtype, weight: CudaWeight) -> torch.dtype | None:
-    """The type in which `few_rows` multiplies `x` with the codes; None where it does not."""
+    """The type in which `few_rows` multiplies `x` with the codes (FP8: the codes'); None where it does not."""
     w, group = weight.codes.dtype, stored_group(weight)
     if x == torch.int8 and (weight.fmt == INT4 or w == torch.int8):
         dot = torch.int8
     elif x in FP8 and w in FP8:
-        dot = torch.float16
+        dot = w
     elif x in BITS and (weight.fmt is not None or w == x):
         dot = x
     else:
         return None
-    least = 32 if dot == torch.int8 else 16  # inputs of one step of the tensor cores
+    least = 32 if dot.itemsize == 1 else 16  # inputs of one step of the tensor cores
     return dot if not group or (group >= least and group & (group - 1) == 0) else None

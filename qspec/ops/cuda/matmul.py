@@ -17,7 +17,7 @@ import triton.language as tl
 from qspec.numerics.quantization.formats import INT4
 from qspec.ops import reference_cuda as twins
 from qspec.ops.cuda.device import capability
-from qspec.ops.cuda.few_rows import best_tiles, few_rows, finished, product, stored_group
+from qspec.ops.cuda.few_rows import FP8, best_tiles, few_rows, finished, product, stored_group
 from qspec.ops.cuda.rows import BITS, KINDS, encode, stored_bits
 from qspec.ops.reference_cuda import CudaWeight, Rows
 
@@ -58,7 +58,7 @@ def linear(x: Rows, weight: CudaWeight) -> Tensor:
     dot = product(codes_NK.dtype, weight)
     coded = scale_N is not None and weight.group_size is None and weight.fmt != INT4
     int8 = coded and dot == torch.int8
-    fp8 = coded and dot == torch.float16 and _takes_fp8(codes_NK, weight.codes)
+    fp8 = coded and dot in FP8 and _takes_fp8(codes_NK, weight.codes)
     most = FEW if int8 or fp8 or weight.fmt is None else 4 * FEW
     if len(codes_NK) <= most and dot is not None:
         return few_rows(codes_NK, scale_N, weight, best_tiles(codes_NK, scale_N, weight))

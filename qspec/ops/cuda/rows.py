@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton kernels that read whole rows once: quantize, residual + RMSNorm, SiLU(gate) * up.
+"""Triton kernels over whole rows: quantize and residual + RMSNorm, held in registers; SiLU(gate) * up, in blocks.
 
-Rounding is done on bits, ties to even and saturating, as torch does it: Triton's interpreter rounds neither FP8 nor
-bfloat16 to even (`_convert_float` drops or half-adds the cut bits), and one law must hold there and on every GPU.
+Rounding is done on bits, ties to even and saturating, as torch does it: for Ada, Triton (3.7) converts float32 to FP8
+through float16, cut off, which takes what lies just above a tie for the tie; its interpreter does not round to even.
 """
 
 import torch
@@ -13,7 +13,6 @@ import triton.language as tl
 from qspec.numerics.quantization.formats import SCALE_FLOOR, NumFormat
 from qspec.ops.reference_cuda import Rows
 
-PLAIN, NORM, SILU = (tl.constexpr(i) for i in range(3))
 KINDS = {
     torch.int8: 0,
     torch.float8_e4m3fn: 1,
@@ -22,6 +21,8 @@ KINDS = {
     torch.float32: 4,
 }
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.float32}
+SILU_BLOCK = 4096
+"""Results of SiLU that a program holds at once: rows of an MLP are longer than its registers."""
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def rows_kernel(
     eps,
     qmax,
     floor,
-    MODE: tl.constexpr,
+    NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     QUANTIZE: tl.constexpr,
     STATIC: tl.constexpr,
@@ -77,18 +78,13 @@ def rows_kernel(
     SUM_KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row of `width` results; a row of SILU is 2 * width long."""
+    """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = row * width + column
-    if MODE == 2:
-        gate = tl.load(x_ptr + at + row * width, inside, 0.0).to(tl.float32)
-        up = tl.load(x_ptr + at + row * width + width, inside, 0.0).to(tl.float32)
-        y = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
-    else:
-        y = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
-    if MODE == 1:
+    y = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
+    if NORM:
         if RESIDUAL:
             y += tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)
             stored = encode(y, SUM_KIND)
@@ -107,9 +103,51 @@ def rows_kernel(
     tl.store(codes_ptr + at, encode(y, KIND), inside)
 
 
+@triton.jit
+def gated(x_ptr, row, at, width, BLOCK: tl.constexpr):
+    """`BLOCK` results of SiLU from `at` on: a row is the gate, `width` long, and up behind it."""
+    column = at + tl.arange(0, BLOCK)
+    gate = tl.load(x_ptr + 2 * row * width + column, column < width, 0.0).to(tl.float32)
+    up = tl.load(x_ptr + 2 * row * width + width + column, column < width, 0.0).to(tl.float32)
+    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def silu_kernel(
+    x_ptr,
+    given_ptr,
+    codes_ptr,
+    scale_ptr,
+    width,
+    qmax,
+    floor,
+    QUANTIZE: tl.constexpr,
+    STATIC: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Blocks of a row, as many programs apart as a row has; a row under its own range has one, which reads it twice."""
+    row = tl.program_id(0).to(tl.int64)
+    if QUANTIZE:
+        if STATIC:
+            scale = tl.load(given_ptr).to(tl.float32)
+        else:
+            top = tl.zeros([BLOCK], tl.float32)
+            for at in range(0, width, BLOCK):
+                top = tl.maximum(top, tl.abs(gated(x_ptr, row, at, width, BLOCK)))
+            scale = tl.maximum(tl.div_rn(tl.max(top), qmax), floor)
+            tl.store(scale_ptr + row, scale)
+    for at in range(tl.program_id(1) * BLOCK, width, tl.num_programs(1) * BLOCK):
+        y = gated(x_ptr, row, at, width, BLOCK)
+        if QUANTIZE:
+            y = tl.div_rn(y, scale)
+        column = at + tl.arange(0, BLOCK)
+        tl.store(codes_ptr + row * width + column, encode(y, KIND), column < width)
+
+
 def quantize_rows(x_NH: Tensor, fmt: NumFormat, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Kernel of the twin of that name."""
-    codes_NH, scale_N = _launch(x_NH, x_NH.shape[1], fmt, scale, PLAIN.value)
+    codes_NH, scale_N = _launch(x_NH, fmt, scale)
     assert scale_N is not None
     return codes_NH, scale_N
 
@@ -119,31 +157,43 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Kernel of the twin of that name."""
     sum_NH = x_NH if residual_NH is None else torch.empty_like(x_NH, memory_format=torch.contiguous_format)
-    rounded = _launch(x_NH, x_NH.shape[1], fmt, scale, NORM.value, (residual_NH, weight_H, sum_NH), eps)
-    return *rounded, sum_NH
+    return *_launch(x_NH, fmt, scale, (residual_NH, weight_H, sum_NH), eps), sum_NH
 
 
 def silu_mul(gate_up_N2I: Tensor, fmt: NumFormat | None, scale: Tensor | None) -> Rows:
     """Kernel of the twin of that name."""
-    return _launch(gate_up_N2I, gate_up_N2I.shape[1] // 2, fmt, scale, SILU.value)
+    x, width = gate_up_N2I.contiguous(), gate_up_N2I.shape[1] // 2
+    codes, scale_N = _results(x, width, fmt, scale)
+    if len(x):
+        block = min(triton.next_power_of_2(width), SILU_BLOCK)
+        own_range = fmt is not None and scale is None
+        silu_kernel[len(x), 1 if own_range else triton.cdiv(width, block)](
+            x,
+            x if scale is None else scale,
+            stored_bits(codes),
+            scale_N,
+            width,
+            0.0 if fmt is None else float(fmt.qmax),
+            SCALE_FLOOR,
+            QUANTIZE=fmt is not None,
+            STATIC=scale is not None,
+            KIND=KINDS[codes.dtype],
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+    return codes, None if fmt is None else scale_N
 
 
 def _launch(
     x: Tensor,
-    width: int,
     fmt: NumFormat | None,
     given: Tensor | None,
-    mode: int,
     norm: tuple[Tensor | None, Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> Rows:
-    dtype = x.dtype if fmt is None else fmt.storage
-    if x.dtype not in BITS or dtype not in KINDS:
-        raise ValueError(f"{x.dtype} to {dtype}: rows are bfloat16 or float32; convert them first")
-    x = x.contiguous()
+    x, width = x.contiguous(), x.shape[1]
     residual, weight, total = norm or (None, x, x)
-    codes = torch.empty(len(x), width, dtype=dtype, device=x.device)
-    scale_N = torch.empty(len(x), dtype=torch.float32, device=x.device) if given is None else one_scale(given, len(x))
+    codes, scale_N = _results(x, width, fmt, given)
     if len(x):
         block = triton.next_power_of_2(width)
         rows_kernel[(len(x),)](
@@ -158,16 +208,31 @@ def _launch(
             eps,
             0.0 if fmt is None else float(fmt.qmax),
             SCALE_FLOOR,
-            MODE=mode,
+            NORM=norm is not None,
             RESIDUAL=residual is not None,
             QUANTIZE=fmt is not None,
             STATIC=given is not None,
-            KIND=KINDS[dtype],
+            KIND=KINDS[codes.dtype],
             SUM_KIND=KINDS[x.dtype],
             BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=_warps(block),
         )
     return codes, None if fmt is None else scale_N
+
+
+def _results(x: Tensor, width: int, fmt: NumFormat | None, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Memory for codes (without `fmt`: values) `[N, width]` and scales `[N]`."""
+    dtype = x.dtype if fmt is None else fmt.storage
+    if x.dtype not in BITS or dtype not in KINDS:
+        raise ValueError(f"{x.dtype} to {dtype}: rows are bfloat16 or float32; convert them first")
+    codes = torch.empty(len(x), width, dtype=dtype, device=x.device)
+    scale_N = torch.empty(len(x), dtype=torch.float32, device=x.device) if given is None else one_scale(given, len(x))
+    return codes, scale_N
+
+
+def _warps(block: int) -> int:
+    """Eight values of a block in every thread: one load of 16 bytes."""
+    return min(max(block // 256, 1), 32)
 
 
 def one_scale(given: Tensor, rows: int) -> Tensor:

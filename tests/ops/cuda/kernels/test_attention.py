@@ -1,5 +1,7 @@
 """RoPE with the write to the cache, and attention over it, against their eager twins."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -108,6 +110,27 @@ def test_long_rows_and_parts_as_chosen(device: torch.device) -> None:
     check(cuda.attend(*args), twins.attend(*args))
     assert attention.best_splits(1, 300, 132) == 3
     assert attention.best_splits(8, 131072, 132) == 33
+
+
+def test_a_short_context_has_few_parts_in_a_long_cache(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches parts by what a cache could hold, and memory of parts that nobody wrote in what is merged."""
+    from qspec.ops.cuda import attention
+
+    scratch, empty = list[Tensor](), torch.empty
+
+    def unwritten(*size: int, **options: Any) -> Tensor:
+        scratch.append(empty(*size, **options).fill_(torch.nan))
+        return scratch[-1]
+
+    lengths = torch.tensor([0, 100, 129, 400], device=device)
+    cache = written(cache_of((4, 1, 512, 16), F32, False, device), 401)
+    args = torch.randn(4, 1, 1, 16, device=device), cache, lengths, torch.tensor([chain(1)] * 4, device=device), 0.25
+    want = twins.attend(*args)
+    monkeypatch.setattr(torch, "empty", unwritten)
+    got = attention.attend(*args, splits=8)
+    check(got, want)
+    _, _, mass = scratch
+    assert (~mass.isnan()).sum(1).tolist() == [1, 1, 2, 4]
 
 
 @pytest.mark.parametrize(

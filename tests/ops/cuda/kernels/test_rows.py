@@ -68,6 +68,18 @@ def test_norms_and_activations(device: torch.device, fmt: NumFormat | None, dtyp
         check(cuda.silu_mul(x, fmt, scale), twins.silu_mul(x, fmt, scale), fmt)
 
 
+@pytest.mark.parametrize("fmt", [None, INT8, FP8_E4M3])
+def test_rows_of_several_blocks(device: torch.device, fmt: NumFormat | None) -> None:
+    """Catches a block of an MLP's row that is left out, read past its end, or not seen by the range of the whole row."""
+    from qspec.ops.cuda import rows
+
+    x = torch.randn(2, 2 * (2 * rows.SILU_BLOCK + 3), device=device).bfloat16()
+    x[1, rows.SILU_BLOCK : rows.SILU_BLOCK + 2] = 50.0  # the largest lie in the second block and in the last
+    x[0, 2 * rows.SILU_BLOCK + 2] = 50.0
+    for scale in (None,) if fmt is None else (None, torch.tensor([0.02], device=device)):
+        check(cuda.silu_mul(x, fmt, scale), twins.silu_mul(x, fmt, scale), fmt)
+
+
 def test_nan_stays_nan(device: torch.device) -> None:
     """Catches a NaN of a GPU, all ones, that bfloat16's rounding turns into -0."""
     nan = torch.tensor([[0x7FFFFFFF, -1, 0x7FC00000]], dtype=torch.int32).view(torch.float32).to(device)
