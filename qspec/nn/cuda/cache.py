@@ -1,6 +1,6 @@
 """The static KV cache of all sequences on a device: S slots for sequences, G KV heads, L positions, D head size."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,14 +22,17 @@ class CudaCache:
 
     def first(self, sequences: int) -> list[KVLayer]:
         """Views of every layer for the first `sequences` slots."""
-        return [_narrowed(layer, 0, sequences) for layer in self._layers]
+        return [_mapped(layer, lambda x: x[:sequences]) for layer in self._layers]
 
-    def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[1, G, end, D]` of one slot in the compute dtype."""
-        own = _narrowed(self._layers[layer], slot, 1)
-        pairs = (own.k_BGLD, own.k_scale), (own.v_BGLD, own.v_scale)
-        k_1GLD, v_1GLD = (_values(codes[:, :, :end], scale, end) for codes, scale in pairs)
-        return k_1GLD.to(self._model.dtype), v_1GLD.to(self._model.dtype)
+    def one(self, slot: int, times: int = 1) -> list[KVLayer]:
+        """Views of every layer for one slot, as that many sequences over the same memory."""
+        return [_mapped(layer, lambda x: x[slot : slot + 1].expand(times, *x.shape[1:])) for layer in self._layers]
+
+    def grow(self, sequences: int) -> None:
+        """More slots, behind those that there are. Layer by layer: only one of them is there twice."""
+        self.sequences = sequences
+        for i in range(len(self._layers)):
+            self._layers[i] = self._longer(i)
 
     def keep(self, slot: int, start: int, path: Sequence[int]) -> None:
         """Move positions `start + path[j]` of a slot to `start + j`."""
@@ -40,9 +43,7 @@ class CudaCache:
     def stored(self, slot: int) -> Iterator[Tensor]:
         """Everything that a slot holds, `[G, L, …]`, codes as bytes."""
         for layer in self._layers:
-            for x in (layer.k_BGLD, layer.v_BGLD, layer.k_scale, layer.v_scale):
-                if isinstance(x, Tensor):
-                    yield (x.view(torch.uint8) if x.element_size() == 1 else x)[slot]
+            yield from (x[slot] for x in _memory(layer))
 
     @staticmethod
     def bytes_of(model: CudaModel, sequences: int, length: int) -> int:
@@ -54,6 +55,12 @@ class CudaCache:
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for slot in range(self.sequences) for x in self.stored(slot))
+
+    def _longer(self, i: int) -> KVLayer:
+        layer = self._layer(i)
+        for mine, before in zip(_memory(layer), _memory(self._layers[i]), strict=True):
+            mine[: len(before)] = before
+        return layer
 
     def _layer(self, i: int) -> KVLayer:
         a, model = self._model.arch, self._model
@@ -69,12 +76,12 @@ class CudaCache:
         return KVLayer(keys, values, *(torch.ones(shape[:3], device=model.device) for _ in range(2)))
 
 
-def _narrowed(layer: KVLayer, start: int, count: int) -> KVLayer:
-    scales = [x.narrow(0, start, count) if isinstance(x, Tensor) else x for x in (layer.k_scale, layer.v_scale)]
-    return KVLayer(layer.k_BGLD.narrow(0, start, count), layer.v_BGLD.narrow(0, start, count), *scales)
+def _mapped(layer: KVLayer, change: Callable[[Tensor], Tensor]) -> KVLayer:
+    scales = (change(x) if isinstance(x, Tensor) else x for x in (layer.k_scale, layer.v_scale))
+    return KVLayer(change(layer.k_BGLD), change(layer.v_BGLD), *scales)
 
 
-def _values(codes_1GLD: Tensor, scale: Tensor | float, end: int) -> Tensor:
-    if codes_1GLD.element_size() > 1:
-        return codes_1GLD
-    return codes_1GLD.float() * (scale[:, :, :end, None] if isinstance(scale, Tensor) else scale)
+def _memory(layer: KVLayer) -> list[Tensor]:
+    """All that a layer holds `[S, G, L, …]`, codes as bytes."""
+    parts = (x for x in (layer.k_BGLD, layer.v_BGLD, layer.k_scale, layer.v_scale) if isinstance(x, Tensor))
+    return [x.view(torch.uint8) if x.element_size() == 1 else x for x in parts]

@@ -32,20 +32,12 @@ class Pool:
     def take(self) -> int:
         """The lowest free slot, of a cache that grows as it must: passes cover all slots below the highest in use."""
         if not self.free:
-            self._grow()
+            before = self.passes.cache.sequences
+            self.passes.grow(2 * before)
+            self.free += range(before, 2 * before)
         slot = min(self.free)
         self.free.remove(slot)
         return slot
-
-    def _grow(self) -> None:
-        """A cache of twice the slots; graphs hold addresses of the old one and are captured anew."""
-        model, old = self.passes.model, self.passes.cache
-        new = CudaCache(model, 2 * old.sequences, old.length)
-        for slot in range(old.sequences):
-            for mine, before in zip(new.stored(slot), old.stored(slot), strict=True):
-                mine.copy_(before)
-        self.passes = Passes(model, new)
-        self.free += range(old.sequences, new.sequences)
 
 
 class CudaDecoder:

@@ -62,7 +62,7 @@ class Inputs:
         """The next R tokens of each sequence, behind what its cache holds."""
         rows_R = torch.arange(tokens_BR.shape[1], device=tokens_BR.device)
         positions_BR = lengths_B[:, None] + rows_R
-        ancestors_R = (torch.full_like(rows_R, 2) << rows_R) - 1  # bit 63 wraps to -1: all bits, as it should be
+        ancestors_R = _chain(len(rows_R), rows_R.device)
         return cls(tokens_BR, positions_BR, positions_BR, ancestors_R.expand_as(positions_BR), lengths_B)
 
     def to(self, device: torch.device) -> "Inputs":
@@ -86,19 +86,27 @@ def run(model: CudaModel, layers: list[KVLayer], rope: tuple[Tensor, Tensor], x:
 def prefill(
     model: CudaModel, cache: CudaCache, slot: int, rope: tuple[Tensor, Tensor], x: Inputs, start: int
 ) -> Tensor:
-    """Any number of rows of one sequence behind `start` positions; normed states `[1, R, H]`."""
-    end, layers = start + x.tokens_BR.shape[1], [_slot(layer, slot) for layer in cache.first(cache.sequences)]
-    mask_RL = torch.ones(end - start, end, dtype=torch.bool, device=model.device).tril(start) if start else None
+    """Any number of rows of one sequence behind `start` positions; normed states `[1, R, H]`.
+
+    Attention takes them in pieces of `NODES`, each a sequence of its own behind all before it: the cache is read as it
+    is stored, and only as far as a row sees.
+    """
+    rows, scale = x.tokens_BR.shape[1], model.arch.attention_scale or model.arch.head_dim**-0.5
+    count, padding = -(-rows // NODES), -rows % NODES
+    pieces, layers = cache.one(slot, count), cache.one(slot)
+    lengths_B = start + NODES * torch.arange(count, device=model.device)
+    ancestors_BR = F.pad(_chain(NODES, model.device).repeat(count)[:rows], (0, padding)).view(count, NODES)
 
     def attend(i: int, q_1RQD: Tensor) -> Tensor:
-        k_1GLD, v_1GLD = cache.read(i, slot, end)
-        q_1QRD = q_1RQD.transpose(1, 2)
-        y_1QRD = F.scaled_dot_product_attention(
-            q_1QRD, k_1GLD, v_1GLD, mask_RL, is_causal=not start, scale=model.arch.attention_scale, enable_gqa=True
-        )
-        return y_1QRD.transpose(1, 2)
+        q_BRQD = F.pad(q_1RQD, (0, 0, 0, 0, 0, padding)).view(count, NODES, *q_1RQD.shape[2:])
+        return ops.attend(q_BRQD, pieces[i], lengths_B, ancestors_BR, scale).flatten(0, 1)[None, :rows]
 
     return _body(model, layers, rope, x, attend)
+
+
+def _chain(rows: int, device: torch.device) -> Tensor:
+    """What each of the first rows of a chain sees of them, itself among them, as bits of an int64."""
+    return (torch.full((rows,), 2, device=device) << torch.arange(rows, device=device)) - 1  # bit 63 wraps to all bits
 
 
 def head(model: CudaModel, hidden_BRH: Tensor) -> Outputs:
@@ -146,11 +154,6 @@ def _heads(model: CudaModel, layer: CudaLayer, x: Rounded, b: int, r: int) -> tu
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
-def _slot(layer: KVLayer, slot: int) -> KVLayer:
-    k_scale, v_scale = (x[slot : slot + 1] if isinstance(x, Tensor) else x for x in (layer.k_scale, layer.v_scale))
-    return KVLayer(layer.k_BGLD[slot : slot + 1], layer.v_BGLD[slot : slot + 1], k_scale, v_scale)
-
-
 class Passes:
     """A model over one cache: prompts, passes by graphs, and the bare pass that larger graphs hold."""
 
@@ -171,6 +174,12 @@ class Passes:
     def run(self, x: Inputs) -> Outputs:
         """The pass itself, for sequences in the first slots."""
         return run(self.model, self.cache.first(len(x.tokens_BR)), self._rope, x)
+
+    def grow(self, sequences: int) -> None:
+        """A cache of more slots. Graphs hold addresses of the old one: they are let go first, and captured anew."""
+        self._graphs.clear()
+        self._memory = graph_memory(self.model.device)
+        self.cache.grow(sequences)
 
     def read(self, slot: int, tokens_T: Tensor, start: int) -> Tensor:
         """A text of any length behind `start` positions of one slot, in chunks; normed states `[T, H]`."""

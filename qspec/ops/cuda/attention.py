@@ -4,8 +4,8 @@
 All rows of a sequence and all query heads of a KV head share a tile, so that keys and values are read once, as they are
 stored. The context of each sequence, whose length is read on the device, is cut into equal parts (split-K): as many as
 fill the GPU, but no shorter than `PART`, so a short context has few, however long the cache is. The last of them also
-reads the nodes behind it. `merge_kernel` joins the parts by their log-sum-exp, in one order. Scores and sums are float32; probabilities are rounded to the queries' dtype before they meet
-the values, as flash attention does.
+reads the nodes behind it. `merge_kernel` joins the parts by their log-sum-exp, in one order. Scores and sums are
+float32; probabilities are rounded to the queries' dtype before they meet the values, as flash attention does.
 """
 
 import torch
@@ -248,4 +248,5 @@ def attend(
 
 def best_splits(tiles: int, positions: int, programs: int) -> int:
     """Parts that the longest context is cut into: two programs per processor."""
-    return max(min(triton.cdiv(2 * programs, tiles), triton.cdiv(positions, PART.value), MOST_SPLITS), 1)
+    parts = min(triton.cdiv(2 * programs, tiles), triton.cdiv(positions, PART.value), MOST_SPLITS)
+    return max(int(parts), 1)

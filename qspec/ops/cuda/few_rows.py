@@ -3,8 +3,8 @@
 
 Each program has some outputs and some inputs (split-K); parts are added in one order, so that equal inputs give equal
 bits. Codes are multiplied as they are, INT8 and FP8 by the tensor cores' own instructions, INT4 in the inputs' type,
-which holds them exactly; scales follow, per group within the sum and else behind it. Weights are the left operand: their
-64 outputs fill the tile that Hopper's tensor cores ask for, where a few rows would not.
+which holds them exactly; scales follow, per group within the sum and else behind it. Weights are the left operand:
+their 64 outputs fill the tile that Hopper's tensor cores ask for, where a few rows would not.
 
 Floats are summed in float32; FP8 within a step in the tensor cores' own precision (about 14 bits on Hopper), as serving
 engines do, and in float32 from step to step.
@@ -65,8 +65,8 @@ def few_rows_kernel(
 ):
     """A tile of `BN` outputs, from `steps` blocks of `BK` stored inputs; a row of weights is `width` long as stored.
 
-    STEPS_A_GROUP 0: one scale per output. WHOLE: sums are integers. DOT: the type that both operands are given, None for
-    FP8, whose two formats the tensor cores multiply as they are. `scale_step` 0: all rows have one scale. With
+    STEPS_A_GROUP 0: one scale per output. WHOLE: sums are integers. DOT: the type that both operands are given, None
+    for FP8, whose two formats the tensor cores multiply as they are. `scale_step` 0: all rows have one scale. With
     SPLITS > 1 the unscaled parts `[SPLITS, rows, outputs]` are written.
     """
     n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)

@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from qspec.bridges.hf import load_folder
 from qspec.errors import RecipeError
+from qspec.nn.cuda import passes as cuda_pass
+from qspec.nn.cuda.cache import CudaCache
 from qspec.nn.cuda.decoder import CudaDecoder, ancestors
 from qspec.nn.cuda.model import obstacle
 from qspec.nn.cuda.passes import NODES, Inputs
 from qspec.nn.eager.decoder import Decoder
 from qspec.nn.lm import BatchLM, HiddenLM
 from qspec.numerics.speculation.trees import branches
+from qspec.ops.cuda import KVLayer
 from qspec.quantization.calibrate import calibrate
 from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel, QuantizedModel
@@ -123,6 +128,57 @@ def test_nodes_of_trees_are_computed_as_if_decoded(name: str, model: Callable[[s
         got = decoder.forward(TOKENS[:1])
         assert (got - behind).norm() < 0.02 * behind.norm()
         decoder.truncate(20)
+
+
+@pytest.mark.parametrize("name", ["float", "FP8 + FP8 cache", "W8A8 + INT8 cache"])
+def test_long_texts_read_the_cache_as_it_is_stored(
+    name: str, model: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a prefix that every chunk dequantizes anew, a mask of rows by positions, and rows that see too much or
+    too little at the seams of chunks and pieces."""
+    whole = model("llama") if name == "float" else quantized(model("llama"), name)
+    single, decoder, attend, seen = on_cpu(whole), on_cpu(whole), cuda_pass.ops.attend, list[tuple[int, int]]()
+    want = torch.cat([single.forward(part) for part in TOKENS.split([5, *[29] * 5])])
+    stored = {layer.k_BGLD.data_ptr(): layer.k_BGLD.dtype for layer in decoder._pool.passes.cache.first(1)}
+
+    def watched(q: Tensor, cache: KVLayer, lengths: Tensor, ancestors: Tensor, scale: float) -> Tensor:
+        assert stored[cache.k_BGLD.data_ptr()] == cache.k_BGLD.dtype
+        assert ancestors.shape == q.shape[:2]
+        seen.append((len(q), q.shape[1]))
+        return attend(q, cache, lengths, ancestors, scale)
+
+    monkeypatch.setattr(cuda_pass.ops, "attend", watched)
+    monkeypatch.setattr(cuda_pass, "CHUNK", 70)
+    got = torch.cat([decoder.forward(TOKENS[:5]), decoder.forward(TOKENS[5:])])  # chunks of 70, 70 and 5 behind 5
+    assert (got - want).norm() < (1e-4 if name == "float" else 0.02) * want.norm()
+    assert set(seen) == {(1, 5), (2, NODES), (1, NODES)}
+
+
+@pytest.mark.parametrize("name", ["float", "W8A8 + INT8 cache"])
+def test_a_cache_grows_layer_by_layer(
+    name: str, model: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches growth that holds the old cache and the new one at once, or graphs that hold the old one's addresses."""
+    whole = model("llama") if name == "float" else quantized(model("llama"), name)
+    first, make, made, most = on_cpu(whole), CudaCache._layer, list[StorageWeakRef](), 0
+    pool = first._pool
+    made += [StorageWeakRef(x.untyped_storage()) for x in pool.passes.cache.stored(0)]
+    per_layer = len(made) // whole.arch.n_layers
+
+    def layer(cache: CudaCache, i: int) -> KVLayer:
+        nonlocal most
+        new = make(cache, i)
+        scales = [x for x in (new.k_scale, new.v_scale) if isinstance(x, Tensor)]
+        made.extend(StorageWeakRef(x.untyped_storage()) for x in (new.k_BGLD, new.v_BGLD, *scales))
+        most = max(most, sum(not x.expired() for x in made))
+        return new
+
+    monkeypatch.setattr(CudaCache, "_layer", layer)
+    pool.passes(Inputs.padding(1, 1, pool.passes.cache.length))
+    assert first.fork()._slot == 1
+    assert pool.passes.cache.sequences == 2
+    assert most == (whole.arch.n_layers + 1) * per_layer
+    assert not pool.passes._graphs
 
 
 def test_bits_of_whole_chains() -> None:

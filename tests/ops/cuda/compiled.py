@@ -100,11 +100,7 @@ def matmuls() -> None:
     for fmt, group, kind in kinds:
         w = weight(fmt, group, HIDDEN, INTERMEDIATE)
         for count in (1, 16, 64) if LONG else (64,) if fmt == INT4 else (16,):
-            x = (
-                torch.empty(count, INTERMEDIATE, dtype=BF16)
-                if kind == BF16
-                else bytes_of(count, INTERMEDIATE).view(kind)
-            )
+            x = torch.empty(count, INTERMEDIATE * kind.itemsize, dtype=torch.uint8).view(kind)
             scale_N = None if kind == BF16 else torch.empty(count)
             if few_rows.product(kind, w) is not None and (count <= matmul.FEW or kind == BF16):
                 ways = few_rows.tilings(count, w, 132)

@@ -14,8 +14,8 @@ INTERPRETED = pytest.StashKey[list[int]]()
 def mend_interpreter() -> None:
     """Make Triton's interpreter (3.7) compute bfloat16 as a GPU does, so that kernels need no code of their own for it.
 
-    It holds bfloat16 as the bits, which it multiplies as if they were integers, takes an integer for, and cuts off where
-    a conversion rounds.
+    It holds bfloat16 as the bits, which it multiplies as if they were integers, takes an integer for, and cuts off
+    where a conversion rounds.
     """
     tl, interpreter = pytest.importorskip("triton.language"), pytest.importorskip("triton.runtime.interpreter")
     builder, convert = interpreter.InterpreterBuilder, interpreter._convert_float

@@ -47,7 +47,7 @@ def test_kernels_fit(compiled: tuple[int, list[dict[str, Any]]]) -> None:
 
 
 def test_codes_are_multiplied_by_tensor_cores_as_they_are(compiled: tuple[int, list[dict[str, Any]]]) -> None:
-    """Catches FP8 that is widened to half first (a tile of few rows on Hopper), and products outside of tensor cores."""
+    """Catches FP8 that is widened to half first (few rows on Hopper), and products outside of tensor cores."""
     capability, kernels = compiled
     fp8 = of_kind(kernels, "few_rows", DOT="None")
     whole = of_kind(kernels, "few_rows", WHOLE=True)

@@ -70,7 +70,7 @@ def test_norms_and_activations(device: torch.device, fmt: NumFormat | None, dtyp
 
 @pytest.mark.parametrize("fmt", [None, INT8, FP8_E4M3])
 def test_rows_of_several_blocks(device: torch.device, fmt: NumFormat | None) -> None:
-    """Catches a block of an MLP's row that is left out, read past its end, or not seen by the range of the whole row."""
+    """Catches a block of an MLP's row that is left out, read past its end, or not seen by the whole row's range."""
     from qspec.ops.cuda import rows
 
     x = torch.randn(2, 2 * (2 * rows.SILU_BLOCK + 3), device=device).bfloat16()
