@@ -101,7 +101,7 @@ def _drop_output() -> None:
 def _read_prompt(prompt: str) -> str:
     """The prompt, or standard input for `-`; refused unless it is text."""
     try:
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = sys.stdin.read().removeprefix("\ufeff") if prompt == "-" else prompt
         text.encode()
     except UnicodeError as e:
         raise RecipeError("prompt", f"is not UTF-8 text ({getattr(e, 'reason', e)})", "give text") from None

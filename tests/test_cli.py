@@ -228,6 +228,12 @@ def test_standard_input_must_be_text(monkeypatch: pytest.MonkeyPatch, capsys: Ca
     assert "is not UTF-8 text" in capsys.readouterr().err
 
 
+def test_standard_input_may_begin_with_a_mark(monkeypatch: pytest.MonkeyPatch):
+    """Would catch a byte order mark that becomes the prompt's first token."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfHi"), encoding="utf-8"))
+    assert cli._read_prompt("-") == "Hi"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device of Linux")
 @pytest.mark.parametrize(("output", "status"), [("/dev/full", 2), ("closed pipe", 1)])
 def test_output_that_nobody_takes(output: str, status: int):

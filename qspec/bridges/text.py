@@ -260,9 +260,9 @@ def _file_rows(path: Path) -> Iterator[Row]:
         case ".parquet":
             yield from _load_dataset("parquet", data_files=str(path), split="train")
         case ".txt":
-            yield from ({"text": part} for part in path.read_text(encoding="utf-8").split("\n\n") if part.strip())
+            yield from ({"text": part} for part in path.read_text(encoding="utf-8-sig").split("\n\n") if part.strip())
         case _:
-            with path.open(encoding="utf-8") as lines:
+            with path.open(encoding="utf-8-sig") as lines:
                 yield from (_json_row(line, path, number) for number, line in enumerate(lines, 1) if line.strip())
 
 

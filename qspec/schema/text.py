@@ -1,4 +1,7 @@
-"""YAML text in and out: the safe subset, read strictly. Duplicate or non-text keys are refused, `1e-3` is a number."""
+"""YAML text in and out: the safe subset, read strictly. Duplicate or non-text keys are refused, `1e-3` is a number.
+
+Aliases are read, as long as what all of them stand for stays small.
+"""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -11,9 +14,34 @@ from qspec.errors import RecipeError
 
 _FLOAT = re.compile(r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
 """YAML 1.2's exponents: YAML 1.1 reads `1e-3` as text."""
+MOST_BYTES = 1 << 18
+"""Bytes of a file, and characters and values that its text stands for when every alias is written out."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._written = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node; counts what the text is without aliases, and stops at too much."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        mark: Any = event.start_mark
+        before, node = self._written, super().compose_node(parent, index)
+        assert node is not None
+        if isinstance(event, yaml.AliasEvent) and node not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias stands inside of what it names", mark)
+        if isinstance(event, yaml.AliasEvent):
+            self._written += self._sizes[node]
+        else:
+            self._written += 1 + (len(node.value) if isinstance(node, yaml.ScalarNode) else 0)
+            self._sizes[node] = self._written - before
+        if self._written > MOST_BYTES:
+            rule = f"aliases stand for more than {MOST_BYTES:,} characters"
+            raise yaml.composer.ComposerError(None, None, rule, mark)
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
@@ -65,11 +93,19 @@ def dump_yaml(data: Any) -> str:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Text of a file the user named; a missing file, a folder or bytes that are no text are refused in one line."""
+    """Text of a file the user named, without its byte order mark.
+
+    A missing file, a folder, bytes that are no text or too many of them are refused in one line.
+    """
     if path.is_dir():
         raise RecipeError(str(path), f"is a folder, not a {what}", f"give the path of the {what} file")
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # a pipe is welcome: /dev/stdin
+            raw = file.read(MOST_BYTES + 1)
+        if len(raw) > MOST_BYTES:
+            rule = f"is larger than {MOST_BYTES:,} bytes"
+            raise RecipeError(str(path), rule, f"give the path of a {what} file")
+        return raw.decode("utf-8-sig")
     except FileNotFoundError:
         raise RecipeError(str(path), "does not exist", f"give the path of a {what} file") from None
     except UnicodeDecodeError:

@@ -232,3 +232,11 @@ def test_unreadable_files_are_refused(tmp_path: Path, name: str, content: bytes)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match=rf"{name}: cannot be read"):
         text.load_rows(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["own.jsonl", "own.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str):
+    """Would catch a file that an editor marked as UTF-8: refused as no JSON, or its mark tokenised with the text."""
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + (b'{"text": "words"}' if name.endswith("jsonl") else b"words"))
+    assert text.load_rows(str(path)) == [{"text": "words"}]

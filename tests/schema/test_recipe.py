@@ -152,7 +152,7 @@ def test_bad_values_name_field_rule_and_fix(tmp_path: Path, override: str, parts
         ("", "must be a mapping"),
         ("name: t\n", "target: is required"),
         ("1: x\n", "a key must be text"),
-        ("x: &a [*a]\n", "self-referring"),
+        ("x: &a [*a]\n", "an alias stands inside of what it names"),
         ("x: !!python/object/apply:os.system ['true']\n", "is not valid YAML"),
         (SMALL + "x: " + "[" * 3000, "is not valid YAML"),
     ],

@@ -1,10 +1,14 @@
 """YAML text: every string survives, and only the strict subset is read."""
 
+from pathlib import Path
+
 from hypothesis import example, given, strategies as st
 import pytest
 
 from qspec.errors import RecipeError
-from qspec.schema.text import dump_yaml, parse_yaml
+from qspec.schema import text as yaml_text
+from qspec.schema.overrides import set_value
+from qspec.schema.text import dump_yaml, parse_yaml, read_text
 
 characters = st.characters(exclude_categories=("Cs",))
 values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(characters, max_size=9))
@@ -34,6 +38,43 @@ def test_anchors_and_merge_keys_are_read():
     """Would catch the duplicate-key check refusing YAML's own way to share a section."""
     text = "base: &b {k: 1, v: 2}\nother: {<<: *b, k: 3}\n"
     assert parse_yaml(text, "test") == {"base": {"k": 1, "v": 2}, "other": {"k": 3, "v": 2}}
+
+
+def nested(values: str, link: str) -> str:
+    """Twelve lists, or mappings, each of which names the one before nine times."""
+    lines = [f"a0: &a0 {values}"]
+    lines += [f"a{i}: &a{i} {link.format(', '.join([f'*a{i - 1}'] * 9))}" for i in range(1, 12)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        nested("[x, x, x]", "[{}]"),
+        nested("{k: 1}", "{{<<: [{}]}}"),
+        f"a: &a {'x' * 5000}\nb: [{', '.join(['*a'] * 100)}]",
+        "a: &a {b: [*a]}",
+    ],
+    ids=["lists", "merged mappings", "one long text", "within itself"],
+)
+def test_aliases_that_stand_for_much_are_refused(text: str):
+    """Would catch half a kilobyte that becomes gigabytes where it is written out, from a file or from `--set`."""
+    with pytest.raises(RecipeError, match=r"test, line \d+.*alias"):
+        parse_yaml(text, "test")
+    if "\n" not in text:
+        with pytest.raises(RecipeError, match="alias"):
+            set_value({}, f"key={text.removeprefix('a: ')}")
+
+
+def test_files_are_read_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Would catch a device that is read until the memory ends, and a byte order mark taken for part of a key."""
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"\xef\xbb\xbfname: x")
+    assert parse_yaml(read_text(path, "recipe"), "test") == {"name": "x"}
+    monkeypatch.setattr(yaml_text, "MOST_BYTES", 4)
+    for large in (path, Path("/dev/zero")):
+        with pytest.raises(RecipeError, match="is larger than 4 bytes"):
+            read_text(large, "recipe")
 
 
 def test_syntax_errors_are_located():
