@@ -18,7 +18,7 @@ from qspec.models.load import load, locate
 from qspec.models.vocab import match_rows
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import engine_name
-from qspec.pair.check import check, measured, read_manifest, weight_digests
+from qspec.pair.check import check, examine, measured, read_manifest, recipe_of, weight_digests
 from qspec.pair.drafters.registry import kind_of
 from qspec.pair.open import LoadedPair, compute_dtype, open_pair
 from qspec.pair.package import seal
@@ -73,15 +73,15 @@ def evaluate_pair(
     arguments of its servers, which come last. Raises `RecipeError` for overrides of anything but the evaluation.
     """
     pair, out, progress = Path(pair), Path(out), progress or Progress()
-    made = Recipe.model_validate(read_manifest(pair).recipe)
+    made = recipe_of(read_manifest(pair))
     recipe = _by(asked(made, overrides, "evaluation"), backend)
     if more and not any("vllm" in task.backends for task in recipe.evaluation.tasks):
         rule = "goes to vLLM's servers, and no task is answered by vLLM"
         raise RecipeError(" ".join(more), rule, "drop it, or add --backend vllm")
     require_new(out)
-    check(pair)
+    target = examine(pair)[1]["target"]
     with staged_dir(out) as part:
-        job = Job(recipe, pair, compressed.read(pair / "target"), part, python or Path(sys.executable), progress, more)
+        job = Job(recipe, pair, target, part, python or Path(sys.executable), progress, more)
         served = [*_by_running(job), *_by_vllm(job)]
         accuracy = _own(job)
         results = Results(
@@ -173,7 +173,7 @@ def bench_pair(
     pair, out, progress = Path(pair), Path(out), progress or Progress()
     manifest = read_manifest(pair)
     sections = ("benchmark",) if keep else ("benchmark", "speculation")
-    recipe = asked(Recipe.model_validate(manifest.recipe), overrides, *sections)
+    recipe = asked(recipe_of(manifest), overrides, *sections)
     require_new(out)
     check(pair)
     with staged_dir(out) as part:

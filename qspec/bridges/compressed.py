@@ -6,7 +6,8 @@ dequantize; scales are float32.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import metadata
 import json
 from pathlib import Path
@@ -17,15 +18,23 @@ from torch import Tensor
 
 from qspec.bridges import hf, quant_config, sidecar
 from qspec.bridges.companions import companions, copy
-from qspec.bridges.layout import require_tensors, split_stored, stored_as, stored_items, stored_rows, stored_schemes
+from qspec.bridges.layout import (
+    refuse_strange_parts,
+    require_tensors,
+    split_stored,
+    stored_as,
+    stored_items,
+    stored_rows,
+    stored_schemes,
+)
 from qspec.bridges.tensors import LazyTensors, read_tensors, write_shards
 from qspec.errors import OutputError, RecipeError, SourceError
 from qspec.nn.eager.linear import joined_rows, merge_obstacle, taken_rows
 from qspec.numerics.quantization.affine import QTensor, quantize_matrix
 from qspec.numerics.quantization.blocks import scale_shape
-from qspec.numerics.quantization.formats import INT4, SCALE_FLOOR
+from qspec.numerics.quantization.formats import INT4, SCALE_CEILING, SCALE_FLOOR, NumFormat
 from qspec.numerics.quantization.outliers import SparseMatrix
-from qspec.numerics.quantization.packing import pack_int4, unpack_int4
+from qspec.numerics.quantization.packing import PER_WORD, pack_int4, unpack_int4
 from qspec.plan import KVScheme, LayerScheme, QuantPlan
 from qspec.records import ArchMap, LoadedModel, QLinear, QuantizedModel, layer_number
 
@@ -34,6 +43,9 @@ _KV = ("k_scale", "v_scale", "q_scale")
 _OUTLIERS = ("weight_outlier_indptr", "weight_outlier_indices", "weight_outlier_values")
 _CODES = ("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "input_scale", "bias")
 _PARTS = (*_CODES, *_OUTLIERS)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_AGAIN = "quantize the model again, or fetch an intact copy"
 
 
 def write(model: QuantizedModel, folder: Path, dtype: torch.dtype) -> None:
@@ -65,40 +77,80 @@ def write_float(model: LoadedModel, folder: Path, dtype: torch.dtype) -> None:
 def read(folder: Path) -> QuantizedModel:
     """Read a checkpoint folder: qspec's own, llm-compressor's, or a plain one. Raises `SourceError`.
 
-    Every tensor that the configuration promises is there, in its shape.
+    Every tensor that the configuration promises is there, in its shape, and nothing indexes outside of its table.
+    Everything but tensors has been read in a process with limits before.
     """
-    try:
+
+    def try_out() -> None:
+        rows = _described(folder).arch.vocab_size
+        hf.try_out(hf.open_tokenizer(folder), rows)
+
+    with _explained(folder):
+        hf.rehearse_files(folder, "a checkpoint", try_out)
         model = _read(folder)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # malformed metadata
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:120]
-        rule = f"its configuration and tensors do not describe a checkpoint ({what})"
-        raise SourceError(str(folder), rule, "quantize the model again, or fetch an intact copy") from error
-    require_tensors(str(folder), model.arch, _shapes(model))
+        require_tensors(str(folder), model.arch, _shapes(model))
     return model
 
 
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except _MISFITS as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        rule = f"its configuration and tensors do not describe a checkpoint ({what})"
+        raise SourceError(str(folder), rule, _AGAIN) from error
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What a checkpoint says of its tensors. `schemes`: of the layers that are quantized; `sidecar`: of qspec's own."""
+
+    config: dict[str, Any]
+    arch: ArchMap
+    schemes: dict[str, LayerScheme]
+    plan: QuantPlan
+    sidecar: dict[str, Any]
+
+
+def _described(folder: Path) -> _Description:
+    with _explained(folder):
+        config = hf.read_config(folder)
+        quantization = config.pop("quantization_config", None)
+        body = sidecar.read(folder)
+        arch = replace(hf.arch_from_config(config), down_hadamard=_down_hadamard(quantization or {}, body))
+        kv = quant_config.decode_kv((quantization or {}).get("kv_cache_scheme"))
+        stored_layers = dict.fromkeys(stored_as(arch, layer) for layer in arch.linears())
+        schemes, group_of = quant_config.decode(quantization, stored_layers) if quantization else ({}, {})
+        schemes = sidecar.named(body, schemes)
+        resolved = {layer: _scheme(schemes, group_of.get(stored_as(arch, layer))) for layer in arch.linears()}
+        plan = sidecar.plan(body, schemes, kv) if body else quant_config.canonical_plan(resolved, kv)
+        if plan.resolve(arch.linears()) != resolved:
+            raise SourceError(f"{folder}/{sidecar.NAME}", "has another plan than config.json", _AGAIN)
+        _require_layers(plan.kv, arch)
+        return _Description(config, arch, {layer: s for layer, s in resolved.items() if s}, plan, body)
+
+
+def _require_layers(kv: KVScheme | None, arch: ArchMap) -> None:
+    """Layers that a KV scheme names by number are there."""
+    named = [] if kv is None else [*kv.skip_layers, *kv.cast_layers]
+    if beyond := [i for i in named if not isinstance(i, int) or i >= arch.n_layers]:
+        raise SourceError(f"kv: layer {beyond[0]}", f"the model has {arch.n_layers}, from 0 on", _AGAIN)
+
+
 def _read(folder: Path) -> QuantizedModel:
-    config = hf.read_config(folder)
-    quantization = config.pop("quantization_config", None)
-    path = folder / sidecar.NAME
-    body = sidecar.parse(path.read_text(encoding="utf-8") if path.is_file() else None)
-    arch = replace(hf.arch_from_config(config), down_hadamard=_down_hadamard(quantization or {}, body))
-    kv = quant_config.decode_kv((quantization or {}).get("kv_cache_scheme"))
-    stored_layers = dict.fromkeys(stored_as(arch, layer) for layer in arch.linears())
-    schemes, group_of = quant_config.decode(quantization, stored_layers) if quantization else ({}, {})
-    schemes = sidecar.named(body, schemes)
-    resolved = {layer: _scheme(schemes, group_of.get(stored_as(arch, layer))) for layer in arch.linears()}
-    plan = sidecar.plan(body, schemes, kv) if body else quant_config.canonical_plan(resolved, kv)
+    told = _described(folder)
+    arch, plan, body = told.arch, told.plan, told.sidecar
     stored = _Reader(read_tensors(folder), folder)
-    linears = _Linears(arch, stored, {layer: scheme for layer, scheme in resolved.items() if scheme})
+    linears = _Linears(arch, stored, told.schemes)
     k_scale, v_scale, q_scale = (_read_kv(stored, arch, plan.kv, name) for name in _KV)
     return QuantizedModel(
         arch,
         stored.rest(arch, linears),
         linears,
         plan,
-        config,
-        hf.load_tokenizer(folder),
+        told.config,
+        hf.open_tokenizer(folder),
         body.get("source", {"model": str(folder)}),
         k_scale,
         v_scale,
@@ -140,15 +192,20 @@ def refuse_tied_head(arch: ArchMap, layers: Container[str]) -> None:
 
 
 def lint_scale(name: str, scale: Tensor) -> None:
-    """Every stored scale is finite and at least `SCALE_FLOOR`; smaller ones underflow in FP8 kernels.
+    """Every stored scale lies between `SCALE_FLOOR`, below which FP8 kernels underflow, and `SCALE_CEILING`.
 
-    Weights may have negative scales: AutoRound maps the largest magnitude of a block to the lowest code.
+    Weights may have negative scales: AutoRound maps the largest magnitude of a block to the lowest code. Raises
+    `OutputError`.
     """
+    fix = "look for NaN or all-zero weights in the source model"
+    if not scale.numel() or not scale.is_floating_point():
+        raise OutputError(name, f"scales are floats, one or more, got {list(scale.shape)} of {scale.dtype}", fix)
+    scale = scale.float()
     size = scale.abs() if name.endswith("weight_scale") else scale
-    if not bool(torch.isfinite(scale).all()) or size.min() < SCALE_FLOOR:
-        low, high = scale.float().min().item(), scale.float().max().item()
-        rule = f"scales are finite and at least {SCALE_FLOOR:.3g}, got {low:.3g} … {high:.3g}"
-        raise OutputError(name, rule, "look for NaN or all-zero weights in the source model")
+    if not bool(((size >= SCALE_FLOOR) & (size <= SCALE_CEILING)).all()):  # NaN is on no side
+        low, high = scale.min().item(), scale.max().item()
+        rule = f"scales are finite, {SCALE_FLOOR:.3g} to {SCALE_CEILING:.3g}, got {low:.3g} … {high:.3g}"
+        raise OutputError(name, rule, fix)
 
 
 def stored_tensors(model: QuantizedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -236,8 +293,10 @@ class _Reader:
         for name in names:
             if name.endswith((".weight_scale", ".weight_packed", *_OUTLIERS)):
                 rule = "is stored, but config.json leaves this layer in float"
-                raise SourceError(f"{self._folder}: {name}", rule, "quantize the model again, or fetch an intact copy")
-        return split_stored(arch, self._tensors.without(set(self._tensors) - set(names)))
+                raise SourceError(f"{self._folder}: {name}", rule, _AGAIN)
+        rest = split_stored(arch, self._tensors.without(set(self._tensors) - set(names)))
+        refuse_strange_parts(str(self._folder), arch, rest)
+        return rest
 
 
 class _Linears(Mapping[str, QLinear]):
@@ -247,14 +306,20 @@ class _Linears(Mapping[str, QLinear]):
         self._arch, self._stored, self._schemes = arch, stored, schemes
 
     def __getitem__(self, layer: str) -> QLinear:
-        name = stored_as(self._arch, layer)
+        name, scheme = stored_as(self._arch, layer), self._schemes[layer]
         try:
-            whole = _read_linear(self._stored, name, self._schemes[layer])
-        except (RuntimeError, TypeError, ValueError) as error:  # shapes that do not belong together
-            rule = f"its tensors do not fit one another ({error})"
-            raise SourceError(name, rule, "quantize the model again, or fetch an intact copy") from error
-        rows = stored_rows(self._arch, layer)
-        return whole if rows is None else taken_rows(whole, *rows)
+            whole = _read_linear(self._stored, name, scheme)
+            rows = stored_rows(self._arch, layer)
+            linear = whole if rows is None else taken_rows(whole, *rows)
+            if linear.weight.shape != (due := self._arch.linear_shape(layer)):
+                raise ValueError(f"a weight of {linear.weight.shape}, config.json says {due}")
+        except _MISFITS as error:  # shapes that do not belong together
+            rule = f"its tensors do not fit one another ({' '.join(str(error).split())})"
+            raise SourceError(name, rule, _AGAIN) from error
+        return linear
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._schemes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._schemes)
@@ -273,27 +338,50 @@ def _scheme(schemes: Mapping[str, LayerScheme], group: str | None) -> LayerSchem
 
 
 def _read_linear(stored: _Reader, layer: str, scheme: LayerScheme) -> QLinear:
-    fmt = scheme.weight.fmt
-    scale = stored.take(f"{layer}.weight_scale").float()
+    fmt, granularity = scheme.weight.fmt, scheme.weight.granularity
+    scale = _float(stored.take(f"{layer}.weight_scale"))
     packed = stored.find(f"{layer}.weight_packed") if fmt == INT4 else None
     if packed is not None:
-        n, k = (int(size) for size in stored.take(f"{layer}.weight_shape"))
-        codes = unpack_int4(packed, k)
+        n, k = (int(size) for size in _typed(stored.take(f"{layer}.weight_shape"), torch.int32, torch.int64))
+        codes = _unpacked(packed, n, k)
     else:
-        codes = stored.take(f"{layer}.weight")
+        codes = _in_range(_typed(stored.take(f"{layer}.weight"), fmt.storage), fmt)
         n, k = codes.shape
-        if codes.dtype != fmt.storage:
-            raise ValueError(f"codes are {codes.dtype}, {fmt.name} is {fmt.storage}")
-        if fmt == INT4 and codes.numel() and (int(codes.min()) < fmt.qmin or int(codes.max()) > fmt.qmax):
-            raise ValueError(f"codes reach from {int(codes.min())} to {int(codes.max())}, {fmt.name} does not")
     zero = None if scheme.weight.symmetric else stored.take(f"{layer}.weight_zero_point")
-    if zero is not None and packed is not None:
-        zero = unpack_int4(zero.T, n).T
-    scale = scale.reshape(scale_shape((n, k), scheme.weight.granularity))
-    weight = QTensor(codes, scale, None if zero is None else zero.float(), fmt, scheme.weight.granularity)
+    shape = scale_shape((n, k), granularity)
+    if zero is not None:
+        zero = _unpacked(zero.T, shape[1], n).T if packed is not None else _in_range(_typed(zero, torch.int8), fmt)
+        zero = zero.float().reshape(shape)
+    weight = QTensor(codes, scale.reshape(shape), zero, fmt, granularity)
     input_scale = _floored(stored.take(f"{layer}.input_scale")).reshape(1) if scheme.static_input else None
     bias, outliers = stored.find(f"{layer}.bias"), _read_outliers(stored, layer, scheme, (n, k))
+    if bias is not None:
+        bias = _typed(bias, *_FLOATS).reshape(n)
     return QLinear(_requantized(weight), scheme.activation, input_scale, bias, outliers)
+
+
+def _typed(tensor: Tensor, *types: torch.dtype) -> Tensor:
+    if tensor.dtype not in types:
+        raise ValueError(f"{tensor.dtype} in place of {' or '.join(map(str, types))}")
+    return tensor
+
+
+def _float(tensor: Tensor) -> Tensor:
+    return _typed(tensor, *_FLOATS).float()
+
+
+def _in_range(codes: Tensor, fmt: NumFormat) -> Tensor:
+    """Four-bit codes in a byte each do not leave four bits."""
+    if fmt == INT4 and codes.numel() and (int(codes.min()) < fmt.qmin or int(codes.max()) > fmt.qmax):
+        raise ValueError(f"codes reach from {int(codes.min())} to {int(codes.max())}, {fmt.name} does not")
+    return codes
+
+
+def _unpacked(packed: Tensor, n: int, k: int) -> Tensor:
+    """Codes `[n, k]`, all of which `packed` holds."""
+    if tuple(_typed(packed, torch.int32).shape) != (n, -(-k // PER_WORD)) or min(n, k) < 1:
+        raise ValueError(f"words {list(packed.shape)} do not hold {n} x {k} codes")
+    return unpack_int4(packed, k)
 
 
 def _read_outliers(stored: _Reader, layer: str, scheme: LayerScheme, shape: tuple[int, int]) -> SparseMatrix | None:
@@ -302,8 +390,9 @@ def _read_outliers(stored: _Reader, layer: str, scheme: LayerScheme, shape: tupl
         return None
     indptr, indices, values = (stored.take(f"{layer}.{part}") for part in _OUTLIERS)
     try:
-        if {indptr.dim(), indices.dim(), values.dim()} != {1} or indptr.is_floating_point():
-            raise ValueError("row ends, columns and values are lists, row ends of integers")
+        if {indptr.dim(), indices.dim(), values.dim()} != {1}:
+            raise ValueError("row ends, columns and values are lists")
+        _typed(indptr, torch.int32), _typed(indices, torch.int16, torch.int32), _typed(values, *_FLOATS)
         matrix = SparseMatrix(indptr, indices.int(), values, shape[1])
         if matrix.shape != shape:
             raise ValueError(f"{matrix.shape[0]} rows, the weight has {shape[0]}")
@@ -321,7 +410,7 @@ def _requantized(weight: QTensor) -> QTensor:
 
 
 def _floored(scale: Tensor) -> Tensor:
-    return scale.float().clamp_min(SCALE_FLOOR)
+    return _float(scale).clamp_min(SCALE_FLOOR)
 
 
 def _read_kv(stored: _Reader, arch: ArchMap, kv: KVScheme | None, name: str) -> dict[str, Tensor]:
@@ -335,7 +424,7 @@ def _read_kv(stored: _Reader, arch: ArchMap, kv: KVScheme | None, name: str) -> 
     for layer, scale in scales.items():
         if scale.numel() != due:
             rule = f"holds {scale.numel()} scales, {due} due"
-            raise SourceError(f"{layer}.{name}", rule, "quantize the model again, or fetch an intact copy")
+            raise SourceError(f"{layer}.{name}", rule, _AGAIN)
     return scales
 
 

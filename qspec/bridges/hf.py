@@ -1,21 +1,34 @@
 """transformers and tokenizers: what a `config.json` means, model folders, and tokenizers."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import copy
 from dataclasses import dataclass
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from qspec.bridges.companions import companions
+from qspec.bridges.hub import TOKENIZER_FILES
 from qspec.bridges.layout import select_tensors
-from qspec.bridges.support import FIX_CONFIG, USE_SUPPORTED, quantization_method, require_sizes, supported_type
+from qspec.bridges.support import (
+    FIX_CONFIG,
+    USE_SUPPORTED,
+    quantization_method,
+    require_numbers,
+    require_sizes,
+    supported_type,
+)
 from qspec.bridges.tensors import read_tensors, weights_sha256
-from qspec.errors import OutputError, SourceError
+from qspec.errors import OutputError, QspecError, RecipeError, SourceError
+from qspec.limited import rehearse
+from qspec.plain_files import read_bytes, read_json
+from qspec.provenance import digest_of
 from qspec.records import ArchMap, LoadedModel
+from qspec.schema.sidecar import NAME
 
 SPLITTERS = ("smollm", "gpt-2", "qwen2")
 """Pre-tokenizers of byte-level BPE, as GGUF names them."""
@@ -25,6 +38,10 @@ QWEN2_SPLIT = (
 )
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _FIX_TOKENIZER = "save it again with a current transformers (`tokenizer.save_pretrained`)"
+_FIX_TEMPLATE = "correct its chat template, or remove it to use plain text"
+_PROBE = "".join(map(chr, range(32, 127))) + " naïve Größe 模型 모델 🙂\n\t" + "".join(c * 64 for c in "aA1 !=.-_\n")
+"""Text that asks something of a tokenizer: every printable character, and runs that patterns stumble on."""
+_rehearsed: set[str] = set()
 
 
 def arch_from_config(config: Mapping[str, Any]) -> ArchMap:
@@ -37,7 +54,7 @@ def arch_from_config(config: Mapping[str, Any]) -> ArchMap:
         arch = _arch(kind, _typed_config(kind, config))
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # a field of a type that it cannot have
         raise SourceError("config.json", f"is not a valid {kind} config ({_one_line(error)})", FIX_CONFIG) from error
-    require_sizes(arch)
+    require_numbers(arch)
     return arch
 
 
@@ -117,10 +134,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise SourceError(str(folder), "holds no config.json", "give the folder of a transformers model")
-    config = _read_json(path)
+    config = read_json(path, SourceError, FIX_CONFIG)
     generation = path.with_name("generation_config.json")
     if generation.is_file():
-        ids = sorted({*_eos_ids(config.get("eos_token_id")), *_eos_ids(_read_json(generation).get("eos_token_id"))})
+        ids = sorted({*_eos_ids(config.get("eos_token_id")), *_eos_ids(read_json(generation).get("eos_token_id"))})
         if ids:
             config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     return config
@@ -142,6 +159,7 @@ def load_folder(folder: str | Path, source: Mapping[str, str] | None = None) -> 
     model, and for weights that are not exactly those of the architecture.
     """
     folder = Path(folder)
+    rehearse_files(folder, "a model", lambda: _try_out_folder(folder))
     config = read_config(folder)
     arch = arch_from_config(config)
     method = quantization_method(config)
@@ -152,8 +170,13 @@ def load_folder(folder: str | Path, source: Mapping[str, str] | None = None) -> 
     origin = {"model": str(folder), "revision": "", "sha256": weights_sha256(folder), **(source or {})}
     beside = companions(folder)
     return LoadedModel(
-        arch, tensors, clean_config(config), load_tokenizer(folder), origin, beside.files, beside.left_out
+        arch, tensors, clean_config(config), open_tokenizer(folder), origin, beside.files, beside.left_out
     )
+
+
+def _try_out_folder(folder: Path) -> None:
+    arch_from_config(read_config(folder))
+    try_out(open_tokenizer(folder))
 
 
 def open_trainable(folder: Path, arch: ArchMap) -> torch.nn.Module:
@@ -166,11 +189,30 @@ def open_trainable(folder: Path, arch: ArchMap) -> torch.nn.Module:
     return model
 
 
+def rehearse_files(folder: Path, what: str, work: Callable[[], object]) -> None:
+    """`limited.rehearse` of work on a folder's files beside its weights: once in a process for each content."""
+    files = {name: read_bytes(folder / name) for name in (*TOKENIZER_FILES, NAME) if os.path.lexists(folder / name)}
+    key = digest_of([what, {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}])
+    if key not in _rehearsed:
+        rehearse(work, str(folder), sum(map(len, files.values())))
+        _rehearsed.add(key)
+
+
 def load_tokenizer(folder: str | Path) -> "HFTokenizer":
-    """The tokenizer saved in a model folder, as transformers (and the engines built on it) loads it."""
+    """The tokenizer saved in a model folder, as transformers (and the engines built on it) loads it.
+
+    It, and its chat template, have been tried out in a process with limits.
+    """
+    path = Path(folder)
+    rehearse_files(path, "a tokenizer", lambda: try_out(open_tokenizer(path)))
+    return open_tokenizer(path)
+
+
+def open_tokenizer(folder: Path) -> "HFTokenizer":
+    """`load_tokenizer`, for files that were tried out before."""
     from transformers import AutoTokenizer
 
-    path = Path(folder)
+    path = folder
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise SourceError(str(path), "holds no tokenizer", "add tokenizer.json and tokenizer_config.json to the folder")
     try:
@@ -179,32 +221,40 @@ def load_tokenizer(folder: str | Path) -> "HFTokenizer":
         raise SourceError(str(path), f"has an unreadable tokenizer ({_one_line(error)})", _FIX_TOKENIZER) from error
     if getattr(inner, "backend_tokenizer", None) is None:
         raise SourceError(str(path), "has a tokenizer without a tokenizer.json form", _FIX_TOKENIZER)
-    return _serving(HFTokenizer(inner), str(path))
+    return HFTokenizer(inner, str(path))
 
 
-def _serving(tokenizer: "HFTokenizer", where: str) -> "HFTokenizer":
-    """`tokenizer`, after its chat template (if it has one) has served a request."""
-    if not tokenizer.inner.chat_template:
-        return tokenizer
-    fix = "correct its chat template, or remove it to use plain text"
-    try:
-        tokens = tokenizer.chat([{"role": "user", "content": "?"}])
-    except Exception as error:  # whatever the template's code raises
-        raise SourceError(where, f"has a chat template that fails ({_one_line(error)})", fix) from error
-    if not tokens:
-        raise SourceError(where, "has a chat template that gives no tokens", fix)
-    return tokenizer
+def try_out(tokenizer: "HFTokenizer", rows: int | None = None) -> None:
+    """Let a tokenizer and its chat template serve a few requests. rows: of the embedding that its ids index."""
+    for ids in (tokenizer.encode(_PROBE), *(tokenizer.trial(text) for text in ("?", _PROBE))):
+        tokenizer.decode(ids)
+        if rows is not None and (beyond := [i for i in ids if not 0 <= i < rows]):
+            rule = f"gives token {beyond[0]}, the embedding has {rows} rows"
+            raise SourceError(tokenizer.where, rule, "give the tokenizer that belongs to the model")
 
 
 class HFTokenizer:
-    """`records.Tokenizer` on a transformers fast tokenizer."""
+    """`records.Tokenizer` on a transformers fast tokenizer. `where`: what messages call it."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Any, where: str = "tokenizer") -> None:
+        self.inner, self.where = inner, where
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         _require_unicode(text)
         return [int(i) for i in self.inner.encode(text, add_special_tokens=special)]
+
+    def trial(self, text: str) -> list[int]:
+        """A request through the chat template, if there is one; raises `SourceError` if the template is at fault."""
+        if not self.inner.chat_template:
+            return []
+        try:
+            tokens = self.chat([{"role": "user", "content": text}])
+        except QspecError as error:
+            rule = f"has a chat template that fails ({_one_line(error.__cause__ or error)})"
+            raise SourceError(self.where, rule, _FIX_TEMPLATE) from error
+        if not tokens:
+            raise SourceError(self.where, "has a chat template that gives no tokens", _FIX_TEMPLATE)
+        return tokens
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -215,7 +265,11 @@ class HFTokenizer:
             raise SourceError("tokenizer", "has no chat template", "use a chat (instruct) model, or plain text prompts")
         for message in messages:
             _require_unicode(message["content"])
-        ids = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        try:
+            ids = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except Exception as error:  # whatever the template's code raises
+            rule = f"do not fit the chat template ({_one_line(error)})"
+            raise RecipeError("messages", rule, "change their roles, or their order") from error
         return [int(i) for i in ids]
 
     def fingerprint(self) -> str:
@@ -286,7 +340,8 @@ def build_tokenizer(spec: ByteBPE) -> HFTokenizer:
         options["chat_template"] = spec.chat_template
     backend: Any = PreTrainedTokenizerFast
     tokenizer = HFTokenizer(backend(tokenizer_object=inner, clean_up_tokenization_spaces=False, **options))
-    return _serving(tokenizer, "tokenizer")
+    rehearse(lambda: try_out(tokenizer), tokenizer.where)
+    return tokenizer
 
 
 def _splitter(name: str) -> tuple[Any, Any]:
@@ -310,6 +365,7 @@ def _typed_config(kind: str, config: Mapping[str, Any]) -> Any:
     for name in _REQUIRED:
         if not isinstance(config.get(name), int):
             raise SourceError(f"config.json: {name}", "must be given, as a whole number", FIX_CONFIG)
+    require_sizes(config)
     fields = {key: value for key, value in clean_config(config).items() if key != "model_type"}
     try:
         return AutoConfig.for_model(kind, **fields)
@@ -397,7 +453,7 @@ def _architecture(typed: Any) -> str:
 def _eos_ids(value: Any) -> tuple[int, ...]:
     """`eos_token_id` of a config (absent, one id, or several) as sorted ids."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) for i in ids):
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise SourceError(f"eos_token_id {value!r}", "must be a token id or a list of them", FIX_CONFIG)
     return tuple(sorted(ids))
 
@@ -408,16 +464,6 @@ def _require_unicode(text: str) -> None:
     except UnicodeEncodeError as error:
         value = repr(text[max(0, error.start - 10) : error.end + 10])
         raise SourceError(f"text at {value}", "is no Unicode text", "mend its encoding: UTF-8 is expected") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SourceError(str(path), f"is not JSON ({_one_line(error)})", FIX_CONFIG) from error
-    if not isinstance(content, dict):
-        raise SourceError(str(path), "must hold a JSON object", FIX_CONFIG)
-    return content
 
 
 def _one_line(error: BaseException) -> str:

@@ -57,6 +57,20 @@ def require_tensors(source: str, arch: ArchMap, found: Mapping[str, tuple[int, .
     return expected
 
 
+def refuse_strange_parts(source: str, arch: ArchMap, tensors: LazyTensors) -> None:
+    """Refuse tensors that would change what a known layer computes, or that are not its type: raises `SourceError`.
+
+    What belongs to no layer is kept and never used.
+    """
+    expected = tensor_shapes(arch)
+    layers = {name.rpartition(".")[0] for name in expected}
+    for name in tensors:
+        if name not in expected and name.rpartition(".")[0] in layers:
+            raise SourceError(f"{source}: {name}", f"is no part of a {arch.model_type} model", USE_SUPPORTED)
+        if name in expected and tensors.dtype(name) not in _FLOATS:
+            raise SourceError(f"{source}: {name}", f"is stored as {tensors.dtype(name)}, and is no float", _GIVE_ALL)
+
+
 def select_tensors(source: str, tensors: LazyTensors, arch: ArchMap) -> LazyTensors:
     """A float checkpoint's tensors without what old files repeat (rotary buffers, a tied head); checked."""
     tensors = split_stored(arch, tensors)

@@ -8,6 +8,7 @@ from qspec.errors import SourceError
 from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT4, INT8
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
+from qspec.schema.problems import short
 
 Resolved = Mapping[str, LayerScheme | None]
 """Scheme of every linear layer; None keeps the layer in float."""
@@ -16,6 +17,8 @@ _STORED = {("float", 8): FP8_E4M3, ("int", 8): INT8, ("int", 4): INT4, ("float8_
 """Formats by `type` and `num_bits`. For other readers float8 is E4M3, so E5M2 has a type that they do not know."""
 _TYPES = {fmt: kind for (kind, _), fmt in _STORED.items()}
 _OBSERVERS = {"absmax": "memoryless_minmax", "percentile": "percentile", "mse": "memoryless_mse", "kl": "kl"}
+_MOST_GROUP, _MOST_TILE = 1 << 20, 1 << 12
+"""Inputs of a group, and sides of a tile, to whole ones of which matrices are filled up."""
 _DOWN = r"re:.*\.down_proj$"
 DENSE_AND_SPARSE = "dense-and-sparse"
 """Format of layers with outliers. Nobody else knows it, so that other readers stop and do not run without them."""
@@ -283,12 +286,18 @@ def _decode_granularity(args: Mapping[str, Any]) -> Granularity:
         case "token":
             return PerToken()
         case "group":
-            return PerGroup(int(args["group_size"]))
+            return PerGroup(_size(args["group_size"], _MOST_GROUP))
         case "block":
             rows, cols = args["block_structure"]
-            return PerBlock(int(rows), int(cols))
+            return PerBlock(_size(rows, _MOST_TILE), _size(cols, _MOST_TILE))
         case other:
             raise SourceError(f"strategy {other}", "this granularity is not supported", "quantize the model again")
+
+
+def _size(value: Any, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise SourceError(f"group or tile of {short(value)}", f"must be 1 to {most}", "quantize the model again")
+    return value
 
 
 def _scheme_name(weight: TensorScheme, activation: TensorScheme | None) -> str:

@@ -3,21 +3,23 @@
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qspec.bridges.quant_config import decode_kv, encode_kv, groups
+from qspec.bridges.tensors import rising_ids
 from qspec.errors import IntegrityError, SourceError
 from qspec.numerics.quantization.clipping import Clip
 from qspec.numerics.quantization.formats import FORMATS
+from qspec.plain_files import read_json
 from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule
 from qspec.records import FusionPlan, QuantizedModel
 from qspec.schema.problems import validate
-from qspec.schema.sidecar import VERSION, Sidecar
-
-NAME = "qspec.json"
+from qspec.schema.sidecar import NAME as NAME, VERSION, Sidecar
 
 
 def encode(model: QuantizedModel) -> str:
@@ -42,15 +44,12 @@ def encode(model: QuantizedModel) -> str:
     return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
 
 
-def parse(text: str | None) -> dict[str, Any]:
-    """The content of a `qspec.json`; empty for a checkpoint that has none."""
-    if text is None:
+def read(folder: Path) -> dict[str, Any]:
+    """The content of a folder's `qspec.json`; empty for a checkpoint that has none."""
+    if not os.path.lexists(folder / NAME):
         return {}
-    try:
-        body = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise IntegrityError(NAME, f"is not JSON ({error})", "write the pair again") from error
-    if not isinstance(body, dict) or body.get("format_version") != VERSION:
+    body = read_json(folder / NAME, IntegrityError, "write the pair again")
+    if body.get("format_version") != VERSION:
         raise IntegrityError(NAME, f"is not of format_version {VERSION}", "write the pair again with this qspec")
     validate(Sidecar, body, NAME, SourceError)
     return body
@@ -75,11 +74,9 @@ def fusion(body: Mapping[str, Any]) -> FusionPlan:
 
 
 def head_ids(body: Mapping[str, Any], vocab: int) -> Tensor | None:
-    """Ids that the head is run for; None: all. Raises `ValueError` for one outside of the vocabulary."""
+    """Ids that the head is run for; None: all. Raises `SourceError` for one outside of the vocabulary."""
     ids = body.get("head_ids")
-    if ids and ids[-1] >= vocab:
-        raise ValueError(f"head_ids reach {ids[-1]}, the vocabulary has {vocab}")
-    return torch.tensor(ids) if ids else None
+    return rising_ids(torch.tensor(ids), vocab, f"{NAME}: head_ids") if ids else None
 
 
 def _named(scheme: LayerScheme, saved: Mapping[str, Any]) -> LayerScheme:

@@ -5,6 +5,7 @@ layers that it shares with its target (nothing of those is stored): fields under
 """
 
 from collections.abc import Mapping
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,39 +13,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qspec.bridges.tensors import SINGLE, read_tensors, write_tensors
+from qspec.bridges.support import SIZES
+from qspec.bridges.tensors import SINGLE, read_tensors, rising_ids, write_tensors
 from qspec.errors import PairError, SourceError
 from qspec.nn.cpp.int8_map import Int8Map
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, swap_linears
 from qspec.numerics.quantization.affine import QTensor
 from qspec.numerics.quantization.blocks import PerChannel
 from qspec.numerics.quantization.formats import INT8
+from qspec.plain_files import read_json
 
 ARCHITECTURE, MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
 _PREFIX = "speculator."
 _IDS = "ids"
 _FIX = "give a head that `qspec train-draft` wrote, or an MLP speculator of ibm-ai-platform"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_RANGES = {
+    "emb_dim": (1, SIZES["hidden_size"]),
+    "vocab_size": (1, SIZES["vocab_size"]),
+    "n_predict": (1, 64),
+    "inner_dim": (0, SIZES["intermediate_size"]),
+    "draft_vocab": (0, SIZES["vocab_size"]),
+}
+"""Least and most of the sizes in `SpeculatorShape`; its other fields are switches."""
 _FIELDS = ("emb_dim", "vocab_size", "n_predict", "inner_dim", "tie_weights", "scale_input")
 
 
 def read_shape(folder: Path) -> SpeculatorShape:
     """Sizes and switches of a stored head. Raises `SourceError`."""
     config = read_config(folder)
+    own, where = config.get("qspec", {}), f"{folder}/config.json"
+    fields = {name: config[name] for name in _FIELDS if name in config}
     try:
-        own = config.get("qspec", {})
-        fields = {name: config[name] for name in _FIELDS if name in config}
-        return SpeculatorShape(**fields, draft_vocab=own.get("draft_vocab", 0), shared=own.get("shared", False))
+        shape = SpeculatorShape(**fields, draft_vocab=own.get("draft_vocab", 0), shared=own.get("shared", False))
     except (AttributeError, TypeError) as error:
-        raise SourceError(f"{folder}/config.json", f"does not describe an MLP speculator ({error})", _FIX) from error
+        raise SourceError(where, f"does not describe an MLP speculator ({error})", _FIX) from error
+    for field in dataclasses.fields(shape):
+        value, (least, most) = getattr(shape, field.name), _RANGES.get(field.name, (0, 1))
+        if type(value) is not (int if field.name in _RANGES else bool) or not least <= value <= most:
+            rule = f"must be {least} to {most}" if field.name in _RANGES else "must be true or false"
+            raise SourceError(f"{where}: {field.name} {value!r:.60}", rule, _FIX)
+    return shape
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The head's `config.json`."""
     path = folder / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SourceError(str(path), f"cannot be read ({error})", _FIX) from error
+    config = read_json(path, SourceError, _FIX)
     if config.get("model_type") != MODEL_TYPE:
         raise SourceError(str(path), f"has model_type {config.get('model_type')!r}, not {MODEL_TYPE!r}", _FIX)
     return config
@@ -53,23 +68,25 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read(folder: Path, embedding_VH: Tensor, output_VH: Tensor) -> MLPSpeculator:
     """A head for a target of these embedding and output rows; its stored INT8 layers stay INT8.
 
-    Raises `SourceError` for what is missing or of another shape, `PairError` for a head of another target.
+    Nothing is made as large as `config.json` says before tensors of that size are there. Raises `SourceError` for what
+    is missing or of another shape, and for ids that lead out of the vocabulary; `PairError` for a head of another
+    target.
     """
     shape, stored = read_shape(folder), read_tensors(folder)
     if (shape.vocab_size, shape.emb_dim) != tuple(embedding_VH.shape):
         sizes = f"{folder.name}: vocabulary {shape.vocab_size}, hidden size {shape.emb_dim}"
         v, h = embedding_VH.shape
         raise PairError(sizes, f"the target has {v} and {h}", "use a head that was trained for this target")
-    ids_D = stored[_PREFIX + _IDS].long() if shape.draft_vocab else None
-    head = MLPSpeculator(shape, ids_D, embedding_VH, output_VH)
     reader = _Reader(stored, folder)
-    with torch.no_grad():
-        for names, module in _modules(head):
-            if isinstance(module, nn.Linear) and (codes := reader.codes(names)) is not None:
-                swap_linears(head, lambda linear: Int8Map(codes) if linear is module else linear)  # noqa: B023
-                continue
-            for part, parameter in module.named_parameters(recurse=False):
-                parameter.copy_(reader.tensor(names, part, parameter.shape))
+    ids_D = reader.ids(shape) if shape.draft_vocab else None
+    head = MLPSpeculator(shape, ids_D, embedding_VH, output_VH, device="meta")
+    for names, module in _modules(head):
+        if isinstance(module, nn.Linear) and (codes := reader.codes(names, module.weight.shape)) is not None:
+            swap_linears(head, lambda linear: Int8Map(codes) if linear is module else linear)  # noqa: B023
+            continue
+        for part, parameter in module.named_parameters(recurse=False):
+            value = reader.tensor([f"{name}.{part}" for name in names], parameter.shape).float()
+            setattr(module, part, nn.Parameter(value, requires_grad=False))
     return head.eval().requires_grad_(False)
 
 
@@ -117,19 +134,29 @@ class _Reader:
     def __init__(self, stored: Mapping[str, Tensor], folder: Path) -> None:
         self._stored, self._folder = stored, folder
 
-    def codes(self, names: list[str]) -> QTensor | None:
-        found = next((name for name in names if f"{_PREFIX}{name}.weight_scale" in self._stored), None)
-        if found is None:
-            return None
-        weight, scale = (self._stored[f"{_PREFIX}{found}.{part}"] for part in ("weight", "weight_scale"))
-        return QTensor(weight, scale, None, INT8, PerChannel())
+    def ids(self, shape: SpeculatorShape) -> Tensor:
+        """What the head can draft, `[D]`."""
+        found = self.tensor([_IDS], torch.Size([shape.draft_vocab]), (torch.int32, torch.int64))
+        return rising_ids(found, shape.vocab_size, f"{self._folder}: {_PREFIX}{_IDS}")
 
-    def tensor(self, names: list[str], part: str, shape: torch.Size) -> Tensor:
+    def codes(self, names: list[str], shape: torch.Size) -> QTensor | None:
+        """INT8 codes and scales of a linear layer; None where it is stored in float."""
+        scales = [f"{name}.weight_scale" for name in names]
+        if not any(_PREFIX + name in self._stored for name in scales):
+            return None
+        weight = self.tensor([f"{name}.weight" for name in names], shape, (torch.int8,))
+        return QTensor(weight, self.tensor(scales, torch.Size([shape[0], 1])).float(), None, INT8, PerChannel())
+
+    def tensor(self, names: list[str], shape: torch.Size, types: tuple[torch.dtype, ...] = _FLOATS) -> Tensor:
+        """The first of `names` that is stored."""
         for name in names:
-            found = self._stored.get(f"{_PREFIX}{name}.{part}")
-            if found is not None:
-                if found.shape != shape:
-                    rule = f"has shape {tuple(found.shape)}, config.json says {tuple(shape)}"
-                    raise SourceError(f"{self._folder}: {_PREFIX}{name}.{part}", rule, _FIX)
-                return found
-        raise SourceError(f"{self._folder}: {_PREFIX}{names[0]}.{part}", "is missing", _FIX)
+            found = self._stored.get(_PREFIX + name)
+            if found is None:
+                continue
+            if found.shape != shape or found.dtype not in types:
+                rule = f"has shape {tuple(found.shape)}, config.json says {tuple(shape)}"
+                if found.shape == shape:
+                    rule = f"is {found.dtype} in place of {' or '.join(map(str, types))}"
+                raise SourceError(f"{self._folder}: {_PREFIX}{name}", rule, _FIX)
+            return found
+        raise SourceError(f"{self._folder}: {_PREFIX}{names[0]}", "is missing", _FIX)

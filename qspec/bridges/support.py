@@ -1,7 +1,6 @@
 """Which models qspec reads, and what it says of those that it does not."""
 
 from collections.abc import Mapping
-import math
 from typing import Any
 
 from qspec.errors import SourceError
@@ -12,7 +11,35 @@ FIX_CONFIG = "correct config.json, or download the model again"
 USE_SUPPORTED = "use a model of type " + ", ".join(SUPPORTED)
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
-_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
+
+SIZES = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "vocab_size": 1 << 22,
+    "max_position_embeddings": 1 << 24,
+    "sliding_window": (1 << 31) - 1,
+    "num_local_experts": 1 << 12,
+    "num_experts": 1 << 12,
+    "moe_intermediate_size": 1 << 20,
+    "num_labels": 1 << 16,
+}
+"""The most of each size in a `config.json`, several times what any model has: lists as long are made before weights are
+seen."""
+_MOST_EXPERTS = 1 << 20
+"""Of all layers together."""
+_NUMBERS = {
+    "rms_norm_eps": (1e-12, 1.0),
+    "attention scale": (1e-6, 1e3),
+    "attn_logit_softcapping": (1e-3, 1e6),
+    "final_logit_softcapping": (1e-3, 1e6),
+    "rotary frequency": (1e-12, 1e3),
+    "rotary attention factor": (1e-3, 1e3),
+}
+"""Ranges in which float32 computes with a setting, far outside of what models have."""
 
 # What stands between qspec and a model: known types, then config fields whose presence shows it.
 _TYPES = {
@@ -62,30 +89,56 @@ def supported_type(config: Mapping[str, Any]) -> str:
     return kind
 
 
-def require_sizes(arch: ArchMap) -> None:
-    """Refuse sizes that no model has, and rotary frequencies that are not finite; raises `SourceError`."""
+def require_sizes(sizes: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has, of those that are given; raises `SourceError`."""
+    for name, most in SIZES.items():
+        size, least = sizes.get(name), 0 if "expert" in name or "moe" in name else 1
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not least <= size <= most):
+            raise SourceError(f"config.json: {name} {size!r:.60}", f"must be {least} to {most}", FIX_CONFIG)
+
+
+def require_numbers(arch: ArchMap) -> None:
+    """Refuse settings with which nothing can be computed; raises `SourceError`."""
     sizes = {
         "num_hidden_layers": arch.n_layers,
         "hidden_size": arch.hidden_size,
         "intermediate_size": arch.intermediate_size,
         "num_attention_heads": arch.n_heads,
+        "num_key_value_heads": arch.n_kv_heads,
         "head_dim": arch.head_dim,
         "vocab_size": arch.vocab_size,
         "max_position_embeddings": arch.max_positions,
+        "sliding_window": arch.sliding_window,
+        "num_experts": arch.n_experts,
+        "moe_intermediate_size": arch.expert_size,
     }
-    for name, size in sizes.items():
-        most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
-        if not 1 <= size <= most:
-            raise SourceError(f"config.json: {name} {size}", f"must be 1 to {most}", FIX_CONFIG)
+    require_sizes(sizes)
     if arch.n_experts and not 1 <= arch.experts_per_token <= arch.n_experts:
         rule = f"must be 1 to the number of experts, {arch.n_experts}"
         raise SourceError(f"config.json: num_experts_per_tok {arch.experts_per_token}", rule, FIX_CONFIG)
-    if arch.n_experts and not 1 <= arch.expert_size <= _MOST:
-        raise SourceError(f"config.json: size {arch.expert_size} of an expert", f"must be 1 to {_MOST}", FIX_CONFIG)
-    if arch.head_dim % 2:
-        raise SourceError(f"config.json: head_dim {arch.head_dim}", "must be even to be rotated", FIX_CONFIG)
-    if not all(math.isfinite(frequency) for frequency in arch.rope_inv_freq + arch.window_inv_freq):
-        raise SourceError("config.json: rope_parameters", "give frequencies that are not finite", FIX_CONFIG)
+    if arch.n_experts and not arch.expert_size:
+        raise SourceError("config.json: experts of size 0", "must be 1 at least", FIX_CONFIG)
+    if arch.n_experts * arch.n_layers > _MOST_EXPERTS:
+        value = f"config.json: {arch.n_experts} experts in {arch.n_layers} layers"
+        raise SourceError(value, f"must be {_MOST_EXPERTS} at most", FIX_CONFIG)
+    if arch.head_dim % 2 or 2 * len(arch.rope_inv_freq) > arch.head_dim:
+        value = f"config.json: head_dim {arch.head_dim}, {2 * len(arch.rope_inv_freq)} dimensions to rotate"
+        raise SourceError(value, "both must be even, and the first not the smaller one", FIX_CONFIG)
+    if arch.window_inv_freq and len(arch.window_inv_freq) != len(arch.rope_inv_freq):
+        raise SourceError("config.json: rope_parameters", "rotate other dimensions within windows", FIX_CONFIG)
+    frequencies = arch.rope_inv_freq + arch.window_inv_freq
+    numbers = [
+        ("rms_norm_eps", arch.norm_eps),
+        ("attention scale", arch.attention_scale),
+        ("attn_logit_softcapping", arch.attention_softcap),
+        ("final_logit_softcapping", arch.logit_softcap),
+        ("rotary attention factor", arch.rope_factor),
+        *(("rotary frequency", frequency) for frequency in frequencies),
+    ]
+    for name, number in numbers:
+        low, high = _NUMBERS[name]
+        if number is not None and not (isinstance(number, float) and low <= number <= high):
+            raise SourceError(f"config.json: {name} {number}", f"must be {low:g} to {high:g}", FIX_CONFIG)
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:

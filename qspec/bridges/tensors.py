@@ -10,9 +10,11 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from qspec.errors import OutputError, SourceError
+from qspec.plain_files import read_json, require_regular
 from qspec.provenance import sha256_file
 
 SINGLE = "model.safetensors"
@@ -67,7 +69,13 @@ class LazyTensors(Mapping[str, Tensor]):
         return LazyTensors(files, parts)
 
     def __getitem__(self, name: str) -> Tensor:
-        part = self._part(name)
+        try:
+            return self._read(name, self._part(name))
+        except safetensors.SafetensorError as error:  # a type that torch has not, an axis that is not there
+            path = self._files[name]
+            raise SourceError(f"{path}: {name}", f"cannot be read ({error})", _ONE_COPY) from error
+
+    def _read(self, name: str, part: Part) -> Tensor:
         tensor: Tensor
         if part.whole:
             tensor = self._handle(name).get_tensor(part.stored)
@@ -128,6 +136,19 @@ def read_tensors(source: str | Path) -> LazyTensors:
         return LazyTensors(where)
     with _open(files[0]) as handle:
         return LazyTensors(dict.fromkeys(handle.keys(), files[0]))
+
+
+def rising_ids(ids: Tensor, rows: int, name: str) -> Tensor:
+    """Ids that pick some of `rows` rows, int64 `[D]`; raises `SourceError` unless they rise within them."""
+    if ids.dim() != 1 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
+        rule = f"must be a list of ids, and is {str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
+        raise SourceError(name, rule, _ONE_COPY)
+    ids = ids.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= rows:
+        raise SourceError(name, f"reaches from {ids.min()} to {ids.max()}, ids are 0 to {rows - 1}", _ONE_COPY)
+    if bool((ids.diff() <= 0).any()):
+        raise SourceError(name, "must rise, each id once", _ONE_COPY)
+    return ids
 
 
 def weights_sha256(source: str | Path) -> str:
@@ -191,6 +212,7 @@ def write_index(folder: Path, where: Mapping[str, str]) -> None:
 
 
 def _open(path: Path) -> Any:
+    require_regular(path, SourceError, _ONE_COPY)
     try:
         return safetensors.safe_open(str(path), framework="pt")
     except (safetensors.SafetensorError, OSError) as error:
@@ -199,9 +221,9 @@ def _open(path: Path) -> Any:
 
 def _indexed(index: Path) -> dict[str, Path]:
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = read_json(index, SourceError, _ONE_COPY)["weight_map"]
         items = [(str(tensor), str(file)) for tensor, file in names.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, AttributeError) as error:
         raise SourceError(str(index), "is not a safetensors index", _ONE_COPY) from error
     for file in {file for _, file in items}:
         if Path(file).name != file:

@@ -10,20 +10,19 @@ from typing import Any
 from qspec.bridges.hf import read_config
 from qspec.bridges.support import quantization_method
 from qspec.bridges.text import calibration_rows, load_rows
-from qspec.errors import IntegrityError, RecipeError
+from qspec.errors import RecipeError
 from qspec.inspection import model_page as inspect_model_page, pair_page as inspect_pair_page
 from qspec.inspection.model import Calibration, ModelView, view_model
 from qspec.inspection.pair import PairView, read_half, view_half
 from qspec.models.load import load
-from qspec.pair.check import read_manifest
+from qspec.pair.check import PairContent, read_pair
 from qspec.progress import Progress
 from qspec.quantization.calibrate import calibrate
 from qspec.readable import size
 from qspec.records import Tokenizer
 from qspec.report.document import Block, Details, Document, Heading, Table
 from qspec.report.render.text import table_lines
-from qspec.schema.drafts import DRAFTS
-from qspec.schema.manifest import NAME, Manifest
+from qspec.schema.manifest import NAME
 from qspec.schema.problems import validate
 from qspec.schema.quantization import ModelSpec
 from qspec.schema.recipe import CalibrationSpec, DataSpec
@@ -49,7 +48,7 @@ def inspect(
     if revision is not None:
         fix = "remove --revision, or give a Hub id"
         raise RecipeError(f"{reference} at revision {revision!r}", "only Hub models have revisions", fix)
-    return _pair(folder, read_manifest(folder), data, progress) if pair else _alone(folder, data, progress)
+    return _pair(read_pair(folder), data, progress) if pair else _alone(folder, data, progress)
 
 
 def as_data(view: ModelView | PairView) -> dict[str, Any]:
@@ -69,13 +68,8 @@ def _model(spec: ModelSpec, data: str | None, progress: Progress) -> ModelView:
     return view_model(model, spec.model, progress, stats, calibration)
 
 
-def _pair(folder: Path, manifest: Manifest, data: str | None, progress: Progress) -> PairView:
-    named = {"target": manifest.target.folder, "draft": manifest.draft.folder}
-    if DRAFTS[manifest.draft.kind].drafts_from != "model":  # no transformer to look into
-        del named["draft"]
-    if named["target"] is None:
-        raise IntegrityError(f"{NAME}: target", "has no folder", "package the pair again, or fetch an intact copy")
-    models = {name: read_half(folder / inside) for name, inside in named.items() if inside is not None}
+def _pair(content: PairContent, data: str | None, progress: Progress) -> PairView:
+    manifest, models = content.manifest, content.halves
     target = models["target"]
     longest = min(model.arch.max_positions for model in models.values())
     rows, calibration = _rows(data, target.tokenizer, longest) if data is not None else ([], None)

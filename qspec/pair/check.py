@@ -1,8 +1,12 @@
 """Is a pair what its manifest says, and do its halves belong together? Nothing is run, nothing is changed."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+import os
 from pathlib import Path
+import stat
 from typing import Any
 
 import torch
@@ -11,14 +15,25 @@ from qspec.bridges.compressed import lint_scale, read
 from qspec.errors import IntegrityError, QspecError
 from qspec.models.vocab import check_heads, check_tokenizers, differing_parts, real_vocab
 from qspec.pair.drafters.registry import kind_of
+from qspec.pair.head import check_floats, check_scales
+from qspec.plain_files import MOST_BYTES, read_bytes
 from qspec.provenance import sha256_file
 from qspec.records import QuantizedModel, layer_number
-from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
+from qspec.schema.manifest import NAME, FileEntry, Manifest
 from qspec.schema.problems import short, validate
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
 
 _FETCH = "package the pair again, or fetch an intact copy"
+
+
+@dataclass(frozen=True)
+class PairContent:
+    """A pair as its files say. halves: `target` and, if it is a transformer, `draft`; tensors are read when used."""
+
+    manifest: Manifest
+    recipe: Recipe
+    halves: dict[str, QuantizedModel]
 
 
 def check(pair: Path) -> list[str]:
@@ -31,29 +46,69 @@ def check(pair: Path) -> list[str]:
 
 
 def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
-    """`check`'s findings, and the halves that it has read, `target` and (if it has weights) `draft`."""
-    manifest = read_manifest(pair)
-    recipe = _check_recipe(manifest)
-    _check_files(pair, {entry.path: entry for entry in manifest.files})
+    """`check`'s findings, and the halves that it has read, `target` and (if it is a transformer) `draft`."""
+    content = read_pair(pair, whole=True)
+    manifest, halves = content.manifest, content.halves
     size = sum(entry.bytes for entry in manifest.files)
     findings = [f"{len(manifest.files)} files, {size / 1e6:.1f} MB: sizes and sha256 match {NAME}"]
-    halves: dict[str, QuantizedModel] = {}
-    for name, half in (("target", manifest.target), ("draft", manifest.draft)):
-        if name == "draft" and (found := kind_of(recipe.draft).check(pair / "draft", halves["target"])) is not None:
-            findings.append(found)
-        elif half.folder is not None:
-            halves[name] = _check_half(pair / half.folder, half, findings)
-    _check_vocabulary(manifest, halves["target"], halves.get("draft"), findings)
-    length, most = recipe.speculation.max_length or 0, halves["target"].arch.max_positions
-    if length > most:
-        raise IntegrityError(f"{NAME}: recipe: max_length {length}", f"the target knows {most} positions", _FETCH)
+    for name, model in halves.items():
+        with _of_half(name):
+            check_scales(pair / name)
+            lint(model)
+        counts = ", ".join(f"{n} x {scheme}" for scheme, n in scheme_counts(model).items())
+        findings.append(f"{name}: {counts}; every number is usable")
+    with _of_half("draft"):
+        found = kind_of(content.recipe.draft).check(pair / "draft", halves["target"])
+    findings += [] if found is None else [found]
+    findings += _compare_tokenizers(manifest, halves["target"], halves.get("draft"))
     results = measured(pair)
     findings += [f"stale, measure again: {reason}" for reason in (stale(manifest, results) if results else ())]
     return findings, halves
 
 
-def _check_recipe(manifest: Manifest) -> Recipe:
-    """The recipe, if it is one and tells of the halves that the manifest lists."""
+def read_pair(pair: Path, whole: bool = False) -> PairContent:
+    """A pair from its folder: the one way in, for whoever checks, runs, serves or looks at it.
+
+    Takes bounded time and memory, whatever the files say: sizes are compared with the manifest before a file is opened,
+    texts are tried out in a process with limits, shapes are read before numbers. Codes are not looked at, nor is what
+    files of the halves hold compared with its digests unless `whole`. Raises `IntegrityError` for what cannot be run.
+    """
+    manifest = read_manifest(pair)
+    recipe = recipe_of(manifest)
+    _check_files(pair, {entry.path: entry for entry in manifest.files}, whole)
+    halves: dict[str, QuantizedModel] = {}
+    for name, half in (("target", manifest.target), ("draft", manifest.draft)):
+        if name == "draft" and recipe.draft.quantized is None:  # no transformer
+            continue
+        with _of_half(name):
+            halves[name] = read(pair / name)
+        if (counts := scheme_counts(halves[name])) != half.schemes:
+            raise IntegrityError(f"{name}/config.json", f"has layers {counts}, {NAME} says {half.schemes}", _FETCH)
+    with _of_half("draft"):
+        kind_of(recipe.draft).require_fit(pair / "draft", halves["target"].arch)
+    target, draft = halves["target"], halves.get("draft")
+    if target.arch.vocab_size != manifest.tokenizer.target_vocab:
+        raise IntegrityError("target/config.json", f"has another vocabulary than {NAME} says", _FETCH)
+    if draft is not None:
+        check_heads(target.arch, draft.arch)
+    length, most = recipe.speculation.max_length or 0, target.arch.max_positions
+    if length > most:
+        raise IntegrityError(f"{NAME}: recipe: max_length {length}", f"the target knows {most} positions", _FETCH)
+    return PairContent(manifest, recipe, halves)
+
+
+@contextmanager
+def _of_half(name: str) -> Iterator[None]:
+    """What is wrong within a half is wrong with the pair."""
+    try:
+        yield
+    except QspecError as error:
+        value = error.value if error.value.startswith(f"{name}: ") else f"{name}/: {error.value}"
+        raise IntegrityError(value, error.rule, error.fix) from error
+
+
+def recipe_of(manifest: Manifest) -> Recipe:
+    """The recipe, if it is one and tells of the halves that the manifest lists; raises `IntegrityError`."""
     recipe = validate(Recipe, manifest.recipe, f"{NAME}: recipe", IntegrityError)
     if recipe.name != manifest.name:
         raise IntegrityError(f"{NAME}: name {short(manifest.name)}", f"but the recipe's is {recipe.name!r}", _FETCH)
@@ -68,10 +123,10 @@ def _check_recipe(manifest: Manifest) -> Recipe:
 
 def read_manifest(pair: Path) -> Manifest:
     """`pair.json`, intact; raises `IntegrityError`."""
-    path = pair / NAME
+    path, fix = pair / NAME, "give the folder that holds pair.json"
     if path.is_symlink() or not path.is_file():
-        raise IntegrityError(str(path), "is missing", "give the folder that holds pair.json")
-    return Manifest.parse(path.read_bytes())
+        raise IntegrityError(str(path), "is missing", fix)
+    return Manifest.parse(read_bytes(path, IntegrityError, fix))
 
 
 def weight_digests(manifest: Manifest) -> dict[str, str]:
@@ -79,47 +134,40 @@ def weight_digests(manifest: Manifest) -> dict[str, str]:
     return {f"pair/{entry.path}": entry.sha256 for entry in manifest.files if entry.path.endswith("safetensors")}
 
 
-def _check_files(pair: Path, listed: Mapping[str, FileEntry]) -> None:
-    found = {name: path for name, path in _entries(pair) if _is_content(name, path)}
-    for name in sorted(found.keys() - listed.keys() - {NAME}):
+def _check_files(pair: Path, listed: Mapping[str, FileEntry], whole: bool) -> None:
+    """Files are those that are listed, and as large; of the halves alone, unless `whole`: then by digest, too."""
+    sizes = {name: size for name, size in _sizes(pair).items() if whole or _in_half(name)}
+    for name in sorted(sizes.keys() - listed.keys() - {NAME}):
         raise IntegrityError(name, f"is not listed in {NAME}", "remove it from the pair")
     for name, entry in listed.items():
-        if name not in found:
+        if not (whole or _in_half(name)):
+            continue
+        if name not in sizes:
             raise IntegrityError(name, "is missing", _FETCH)
-        size = found[name].stat().st_size
-        if size != entry.bytes:
-            raise IntegrityError(name, f"has {size} bytes instead of {entry.bytes}", _FETCH)
-        if sha256_file(found[name]) != entry.sha256:
+        if sizes[name] != entry.bytes:
+            raise IntegrityError(name, f"has {sizes[name]} bytes instead of {entry.bytes}", _FETCH)
+        if _in_half(name) and not name.endswith(".safetensors") and entry.bytes > MOST_BYTES:
+            raise IntegrityError(name, f"is no weights and larger than {MOST_BYTES:,} bytes", _FETCH)
+        if whole and sha256_file(pair / name) != entry.sha256:
             raise IntegrityError(name, "was changed: its sha256 differs", _FETCH)
 
 
-def _entries(pair: Path) -> list[tuple[str, Path]]:
-    return [(path.relative_to(pair).as_posix(), path) for path in sorted(pair.rglob("*"))]
+def _in_half(name: str) -> bool:
+    return name.startswith(("target/", "draft/"))
 
 
-def _is_content(name: str, path: Path) -> bool:
-    """Whether an entry is a file; links are refused, because they lead out of the pair."""
-    if path.is_symlink():
-        raise IntegrityError(name, "is a link, a pair holds plain files", "copy the file into the pair")
-    return not path.is_dir()
-
-
-def _check_half(folder: Path, half: Half, findings: list[str]) -> QuantizedModel:
-    """Read one half and look at every number in it."""
-    try:
-        model = read(folder)
-        lint(model)
-    except IntegrityError:
-        raise
-    except QspecError as error:
-        raise IntegrityError(f"{half.folder}/: {error.value}", error.rule, error.fix) from error
-    counts = scheme_counts(model)
-    if counts != half.schemes:
-        raise IntegrityError(f"{half.folder}/config.json", f"has layers {counts}, {NAME} says {half.schemes}", _FETCH)
-    findings.append(
-        f"{half.folder}: {', '.join(f'{n} x {scheme}' for scheme, n in counts.items())}; every number is usable"
-    )
-    return model
+def _sizes(pair: Path) -> dict[str, int]:
+    """Bytes of every file by its path; links are refused, because they lead out of the pair, and so are pipes."""
+    found = {}
+    for folder, folders, files in os.walk(pair):
+        for path in (Path(folder, name) for name in sorted([*folders, *files])):
+            name, facts = path.relative_to(pair).as_posix(), path.lstat()
+            if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
+                kind = "a link" if stat.S_ISLNK(facts.st_mode) else "a pipe or a device"
+                raise IntegrityError(name, f"is {kind}, a pair holds plain files", "copy the file into the pair")
+            if stat.S_ISREG(facts.st_mode):
+                found[name] = facts.st_size
+    return found
 
 
 def scheme_counts(model: QuantizedModel) -> dict[str, int]:
@@ -136,11 +184,13 @@ def lint(model: QuantizedModel) -> None:
             lint_scale(f"{layer}.input_scale", linear.input_scale)
         if linear.weight.fmt.is_float and not bool(torch.isfinite(linear.weight.codes.float()).all()):
             raise IntegrityError(f"{layer}.weight", "holds NaN", _FETCH)
-        if linear.outliers is not None and not bool(torch.isfinite(linear.outliers.values).all()):
-            raise IntegrityError(f"{layer}.weight_outlier_values", "holds NaN or infinity", _FETCH)
+        if linear.outliers is not None:
+            check_floats(f"{layer}.weight_outlier_values", linear.outliers.values)
+        if linear.bias is not None:
+            check_floats(f"{layer}.bias", linear.bias)
     for name, tensor in model.tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise IntegrityError(name, "holds NaN or infinity", "use an intact checkpoint of the model")
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            check_floats(name, tensor)
     kinds = (("k_scale", model.k_scale), ("v_scale", model.v_scale), ("q_scale", model.q_scale))
     for kind, scales in kinds:
         for layer, scale in scales.items():
@@ -155,23 +205,20 @@ def lint(model: QuantizedModel) -> None:
             raise IntegrityError(kind, rule, "calibrate, or scales: cast")
 
 
-def _check_vocabulary(
-    manifest: Manifest, target: QuantizedModel, draft: QuantizedModel | None, findings: list[str]
-) -> None:
-    said = manifest.tokenizer
+def _compare_tokenizers(manifest: Manifest, target: QuantizedModel, draft: QuantizedModel | None) -> list[str]:
+    """What is to be said of the tokenizers of both halves, which must agree with the manifest and one another."""
+    said, findings = manifest.tokenizer, list[str]()
     if target.tokenizer.fingerprint() != said.fingerprint:
         raise IntegrityError("target/tokenizer.json", f"is not the tokenizer that {NAME} describes", _FETCH)
-    if target.arch.vocab_size != said.target_vocab or real_vocab(target.tokenizer) != said.real_vocab:
+    if real_vocab(target.tokenizer) != said.real_vocab:
         raise IntegrityError("target/config.json", f"has another vocabulary than {NAME} says", _FETCH)
     if draft is not None:
         check_tokenizers(target.tokenizer, draft.tokenizer)
-        check_heads(target.arch, draft.arch)
         if parts := differing_parts(target.tokenizer, draft.tokenizer):
             rule = "is not as the target's, which is used: expect fewer accepted tokens"
             findings.append(f"warning: the draft's tokenizer ({', '.join(parts)}) {rule}")
-    findings.append(
-        f"tokenizer: {said.real_vocab} tokens in heads of {said.target_vocab} rows, the same for both halves"
-    )
+    real, rows = said.real_vocab, said.target_vocab
+    return [*findings, f"tokenizer: {real} tokens in heads of {rows} rows, the same for both halves"]
 
 
 _DECIDES = ("--kv-cache-dtype", "--speculative-config", "--quantization", "--dtype", "--hf-overrides")
@@ -184,8 +231,11 @@ def stale(manifest: Manifest, results: Results) -> list[str]:
     changed = [path for path, digest in results.digests.items() if now.get(path) != digest]
     found = [f"{path.removeprefix('pair/')} is not the file that was measured" for path in changed]
     for half in ("target", "draft"):
-        for field in _differing(results.recipe.get(half) or {}, manifest.recipe.get(half) or {}):
-            found.append(f"{half}.{field} is not what was measured")
+        before, now_of_half = results.recipe.get(half), manifest.recipe.get(half)
+        if not (isinstance(before, Mapping) and isinstance(now_of_half, Mapping)):
+            found += [f"{half} is not what was measured"] if before != now_of_half else []
+            continue
+        found += [f"{half}.{field} is not what was measured" for field in _differing(before, now_of_half)]
     return found
 
 

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from qspec.bridges import speculator
 from qspec.bridges.compressed import lint_scale
 from qspec.bridges.hub import fetch_model
 from qspec.bridges.tensors import read_tensors
-from qspec.errors import IntegrityError, OutputError, QspecError, RecipeError
+from qspec.errors import IntegrityError, OutputError, RecipeError
 from qspec.models.load import locate
 from qspec.nn.cpp.int8_map import Int8Map
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, swap_linears
@@ -18,6 +17,8 @@ from qspec.schema.drafts import MlpDraft
 from qspec.schema.quantization import ModelSpec
 
 _FETCH = "fetch an intact copy of the pair"
+_MOST_FLOAT = 2.0**24
+"""Largest magnitude of a number that is stored as a float: no model has one near it, and products overflow beyond."""
 
 
 def shape_of(draft: MlpDraft, arch: ArchMap) -> SpeculatorShape:
@@ -38,6 +39,12 @@ def head_folder(draft: MlpDraft, arch: ArchMap) -> Path:
     """Where the head lies, fetched if need be. Raises `SourceError`, and `RecipeError` for one of other sizes."""
     spec = ModelSpec(model=draft.model, revision=draft.revision)
     folder = locate(spec).path or fetch_model(draft.model, draft.revision)[0]
+    require_shape(folder, draft, arch)
+    return folder
+
+
+def require_shape(folder: Path, draft: MlpDraft, arch: ArchMap) -> None:
+    """Raises `RecipeError` unless the head in `folder` is as large as the recipe says."""
     found, asked = speculator.read_shape(folder), shape_of(draft, arch)
     for name in ("emb_dim", "vocab_size", "n_predict", "inner", "tie_weights", "scale_input", "draft_vocab", "shared"):
         mine, its = getattr(asked, name), getattr(found, name)
@@ -45,7 +52,6 @@ def head_folder(draft: MlpDraft, arch: ArchMap) -> Path:
             rule = f"but its config.json says {its!r}"
             fix = "make the recipe agree, or use another head"
             raise RecipeError(f"draft {draft.model}: {name} {mine!r}", rule, fix)
-    return folder
 
 
 def open_head(folder: Path, target: LoadedModel | QuantizedModel) -> MLPSpeculator:
@@ -64,18 +70,21 @@ def target_rows(target: LoadedModel | QuantizedModel) -> tuple[Tensor, Tensor]:
 
 
 def check_head(folder: Path, target: QuantizedModel) -> str:
-    """Read a speculator head and look at every number in it."""
+    """Read a speculator head and look at every number in it; raises a `QspecError`."""
     embedding_VH = target.tensors[EMBEDDING]
-    try:
-        head = speculator.read(folder, embedding_VH, embedding_VH)
-        check_scales(folder)
-    except QspecError as error:
-        raise IntegrityError(f"draft/: {error.value}", error.rule, error.fix) from error
+    check_scales(folder)
+    head = speculator.read(folder, embedding_VH, embedding_VH)
     for name, tensor in head.named_parameters():
-        if not bool(torch.isfinite(tensor).all()):
-            raise IntegrityError(f"draft/: {name}", "holds NaN or infinity", _FETCH)
+        check_floats(name, tensor)
     s = head.shape
     return f"draft: {s.n_predict} speculator heads for {s.drafted} of {s.vocab_size} ids; every number is usable"
+
+
+def check_floats(name: str, tensor: Tensor) -> None:
+    """Every number is one, and none is so large that products of two layers leave float32; raises `IntegrityError`."""
+    if tensor.numel() and not float(tensor.abs().max()) <= _MOST_FLOAT:  # NaN is on no side
+        rule = f"holds NaN, infinity, or more than {_MOST_FLOAT:,.0f}"
+        raise IntegrityError(name, rule, "use an intact checkpoint of the model")
 
 
 def check_scales(folder: Path) -> None:

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from qspec.bridges import compressed
 from qspec.bridges.text import prompt_tokens
-from qspec.errors import IntegrityError, RecipeError
+from qspec.errors import RecipeError
 from qspec.models.vocab import real_vocab
 from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.cpp.offload import OffloadedDecoder
 from qspec.nn.engines import AnyDecoder, gpu_for, open_decoder, settings_obstacle
 from qspec.nn.lm import BatchLM
 from qspec.ops.select import Kernels
+from qspec.pair.check import read_pair
 from qspec.pair.drafters.kind import Weights
 from qspec.pair.drafters.registry import (
     draft_policy,
@@ -29,8 +29,7 @@ from qspec.pair.drafters.registry import (
 from qspec.pair.head import check_scales
 from qspec.pair.text_stream import TextStream
 from qspec.records import QuantizedModel
-from qspec.schema.manifest import NAME, Manifest
-from qspec.schema.problems import validate
+from qspec.schema.manifest import Manifest
 from qspec.schema.recipe import MOST_SEED, Dtype, Recipe
 from qspec.schema.sizes import parse_bytes
 from qspec.speculation import engine
@@ -193,7 +192,7 @@ def open_pair(
     direct_io: bool = False,
     recipe: Recipe | None = None,
 ) -> LoadedPair:
-    """Load a pair from its folder. Raises `IntegrityError` if there is none, or for scales that nothing can run.
+    """Load a pair from its folder. Raises `IntegrityError` if there is none, or for what `read_pair` and scales refuse.
 
     memory_limit: of the target, in bytes or as `2GiB`; layers beyond it are read from disk for every pass, past the
     system's file cache if `direct_io`. recipe: in place of the pair's own, with other `speculation` of the same halves.
@@ -204,20 +203,18 @@ def open_pair(
         rule = "reads layers that a memory limit keeps out of memory, and there is none"
         raise RecipeError("direct_io", rule, "give memory_limit too, or leave direct_io off")
     folder = Path(folder)
-    try:
-        manifest = Manifest.parse((folder / NAME).read_bytes())
-    except OSError as error:
-        raise IntegrityError(str(folder), f"holds no readable {NAME}", "give the folder of a pair") from error
-    recipe = recipe or validate(Recipe, manifest.recipe, f"{folder}/{NAME}: recipe", IntegrityError)
+    content = read_pair(folder)
+    manifest, recipe = content.manifest, recipe or content.recipe
     options: dict[str, Any] = engine_options(recipe) | {"kernels": kernels}
-    model = _half(folder / "target")
+    model, half = content.halves["target"], content.halves.get("draft")
+    for name in filter(None, ("target", recipe.draft.folder)):
+        check_scales(folder / name)
     most = recipe.speculation.max_length
     if limit is None:
         target = open_decoder(model, max_length=most, **options)
     else:
         _refuse_torch(compute_dtype(recipe.dtype), kernels)
         target = OffloadedDecoder.open(model, _weights_name(manifest), limit, most, direct_io)
-    half = _half(folder / "draft") if recipe.draft.quantized is not None else None
     decoder = None
     if half is not None:
         decoder = open_decoder(half, max_length=min(target.max_length, half.arch.max_positions), **options)
@@ -245,12 +242,6 @@ def _refuse_torch(dtype: torch.dtype, kernels: Kernels) -> None:
     if obstacle := settings_obstacle(dtype, kernels) or NativeDecoder.missing():
         rule = f"layers are read from disk by the C++ core, which does not run here: {obstacle}"
         raise RecipeError("memory_limit", rule, "open the pair without one")
-
-
-def _half(folder: Path) -> QuantizedModel:
-    model = compressed.read(folder)
-    check_scales(folder)
-    return model
 
 
 def engine_options(recipe: Recipe) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def _pattern(match: str) -> str:
     """A layer pattern as `plan.Rule` reads it; `re:` must compile."""
     try:
         re.compile(match.removeprefix("re:") if match.startswith("re:") else "")
-    except re.error as e:
+    except (re.error, OverflowError, RecursionError) as e:
         raise ValueError(f"{match!r} is no regular expression ({e}); mend it, or drop re: for a plain name") from None
     return match
 

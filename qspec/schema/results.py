@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qspec.errors import IntegrityError
+from qspec.plain_files import read_bytes
 
 Scalar = str | int | float | bool | None
 
@@ -375,10 +376,8 @@ class Results(Record):
     def read(cls, path: str | Path) -> "Results":
         """Results from a `results.json`; raises `IntegrityError` when the file is not one."""
         try:
-            return cls.model_validate_json(Path(path).read_bytes())
-        except OSError as error:
             fix = "give a run's or a pair's folder, or its results.json"
-            raise IntegrityError(str(path), f"cannot be read ({error.strerror})", fix) from error
+            return cls.model_validate_json(read_bytes(Path(path), IntegrityError, fix))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             rule = f"is not a results file ({'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']})"

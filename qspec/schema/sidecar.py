@@ -1,22 +1,58 @@
 """Types of `qspec.json`, the file beside a half's `config.json`: what a reader may rely on before it looks closer."""
 
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from qspec.schema.quantization import Strict
+from qspec.schema.quantization import MOST, Strict
 
+NAME = "qspec.json"
 VERSION: Literal[1] = 1
+
+
+Format = Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4"]
+Number = Annotated[int, Field(ge=0, le=MOST)]
+
+
+class SavedClip(Strict):
+    """`numerics.clipping.Clip`."""
+
+    method: Literal["absmax", "percentile", "mse", "kl"]
+    percentile: float = Field(gt=0, le=100)
 
 
 class SavedScheme(Strict):
     """What a config group cannot say of its scheme."""
 
     name: str = Field(min_length=1)
-    weight_clip: dict[str, Any] | None = None
-    activation_clip: dict[str, Any] | None = None
+    weight_clip: SavedClip | None = None
+    activation_clip: SavedClip | None = None
     outliers: float = Field(default=0.0, ge=0, le=5)
+
+
+class SavedKVPart(Strict):
+    """`plan.KVPart`."""
+
+    fmt: Format
+    granularity: Literal["tensor", "head", "token_head", "channel"]
+    group: int = Field(ge=1, le=1024)
+    piecewise: bool
+    outliers: float = Field(ge=0, le=5)
+
+
+class SavedKV(Strict):
+    """`plan.KVScheme`."""
+
+    format: Format
+    granularity: Literal["tensor", "head", "token_head"]
+    scales: Literal["calibrated", "cast", "auto"]
+    key: SavedKVPart | None = None
+    value: SavedKVPart | None = None
+    query: Literal["tensor", "head"] | None = None
+    residual: Number = 0
+    skip_layers: tuple[Number, ...] = ()
+    cast_layers: tuple[Number, ...] = ()
 
 
 class Sidecar(Strict):
@@ -29,7 +65,7 @@ class Sidecar(Strict):
     schemes: dict[str, SavedScheme]
     default: str | None
     rules: tuple[tuple[str, str | None], ...]
-    kv: dict[str, Any] | None
+    kv: SavedKV | None
     source: dict[str, str]
     merged: tuple[tuple[str, ...], ...]
     folded_norms: tuple[str, ...]

@@ -160,7 +160,7 @@ class Answers:
 
     def ask(self, answer: Answer) -> Answer:
         """Queue a request. Raises `RecipeError` for a prompt that cannot be continued."""
-        check_prompt(answer.prompt, self.pair.target.max_length)
+        check_prompt(answer.prompt, self.pair.target.max_length, self.pair.target.vocab_size)
         if self._closed:
             raise RuntimeError(STOPPED)
         self.waiting.put(answer)

@@ -8,7 +8,7 @@ import shlex
 
 from qspec.errors import PairError
 from qspec.numerics.quantization.formats import INT8
-from qspec.pair.check import examine, measured, overridden, read_manifest, stale
+from qspec.pair.check import examine, measured, overridden, read_manifest, recipe_of, stale
 from qspec.pair.exports import HALF, as_made, exports, vllm_arguments
 from qspec.provenance import environment
 from qspec.records import QuantizedModel
@@ -45,7 +45,7 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     """
     manifest, (_, halves) = read_manifest(pair), examine(pair)
     target = halves["target"]
-    recipe = as_made(Recipe.model_validate(manifest.recipe), target, halves.get("draft"))
+    recipe = as_made(recipe_of(manifest), target, halves.get("draft"))
     parts = [part for part in exports(recipe, read_device(recipe.device), target.arch) if part.runtime == "vllm"]
     parts = [part for part in parts if draft or part.part != "draft"]
     for part in parts:

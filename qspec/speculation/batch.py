@@ -51,7 +51,7 @@ def generate_batch(
     Raises `RecipeError` as `engine.generate` does.
     """
     for prompt in prompts:
-        check_prompt(prompt.tokens, target.max_length)
+        check_prompt(prompt.tokens, target.max_length, target.vocab_size)
     emit = on_tokens or (lambda _, __: None)
     batch, done = Batch(schedule), dict[int, Generation]()
     asked = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.max_new_tokens > 0]

@@ -67,7 +67,7 @@ def generate_on_device(
     Raises `RecipeError` for prompts that are empty or have no room.
     """
     for prompt in prompts:
-        check_prompt(prompt.tokens, loop.room)
+        check_prompt(prompt.tokens, loop.room, loop.target.model.arch.vocab_size)
         loop.check(len(prompt.tokens), prompt.max_new_tokens)
     emit = on_tokens or (lambda _, __: None)
     waiting = deque((i, prompt) for i, prompt in enumerate(prompts) if prompt.max_new_tokens > 0)

@@ -37,7 +37,7 @@ def generate(
     Raises `RecipeError` for a prompt that is empty or longer than the target's cache, and for trees of drafts that the
     target cannot read.
     """
-    check_prompt(prompt, target.max_length)
+    check_prompt(prompt, target.max_length, target.vocab_size)
     if max_new_tokens < 1:
         return Generation([])
     policy = policy or Heuristic()

@@ -6,13 +6,14 @@ of its drafts.
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+import math
 from time import perf_counter
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from qspec.errors import RecipeError
+from qspec.errors import IntegrityError, RecipeError
 from qspec.nn.lm import LM, TreeLM
 from qspec.numerics.speculation.trees import Parents, children, depths, under_root
 from qspec.numerics.speculation.verify import verify_best, verify_sampling, verify_tree_best, verify_tree_sampling
@@ -61,6 +62,9 @@ class Request:
             self.drafter.follow(self.target)
         self.target.truncate(0)
         logits_1V = self.target.forward(torch.tensor(self.context), last=1)
+        if not math.isfinite(float(logits_1V.max())):
+            rule = "are not finite: its numbers leave float32, or were no numbers to begin with"
+            raise IntegrityError("the target's logits", rule, "use an intact copy of the model, or quantize it again")
         self.context.append(self.verify(NOTHING, logits_1V).next_token)
         self._first = self._newest = perf_counter()
         return self.context[-1:]
@@ -145,8 +149,10 @@ def drafts(requests: Sequence[Request]) -> list[Proposal]:
     return [r.fitted(found[i], asked[i][1].k) if i in found else NOTHING for i, r in enumerate(requests)]
 
 
-def check_prompt(prompt: list[int], max_length: int) -> None:
+def check_prompt(prompt: list[int], max_length: int, vocab_size: int) -> None:
     """Refuse what cannot be continued: `RecipeError`."""
+    if beyond := [token for token in prompt if not 0 <= token < vocab_size]:
+        raise RecipeError(f"token {beyond[0]}", f"the model knows {vocab_size}, from 0 on", "send ids of its tokenizer")
     if not prompt:
         raise RecipeError("empty prompt", "generation continues at least one token", "begin with the BOS token")
     if len(prompt) > max_length:

@@ -166,7 +166,7 @@ def test_switches_of_newer_kinds(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "multiple of KV heads"),
         ({"num_hidden_layers": None}, "num_hidden_layers: must be given"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers: must be given"),
-        ({"max_position_embeddings": "many"}, "not a valid llama config"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings 'many': must be 1 to"),
     ],
 )
 def test_unsupported_models_are_refused_by_name(

@@ -84,3 +84,57 @@ def test_heads_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "head/config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(SourceError, match="model_type 'llama'"):
         speculator.read_shape(Path(tmp_path / "head"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "part"),
+    [
+        ([-1, 3, 4, 9], "reaches from -1 to 9, ids are 0 to 11"),
+        ([0, 3, 4, 60_000], "reaches from 0 to 60000"),
+        ([0, 3, 3, 9], "must rise"),
+        ([9, 4, 3, 0], "must rise"),
+        ([0, 3, 4], "has shape"),
+        ([0.0, 3.0, 4.0, 9.0], "is torch.float32 in place of torch.int32"),
+    ],
+)
+def test_ids_index_the_vocabulary(tmp_path, ids, part):
+    """Would catch rows read outside of the embedding, and drafts of other tokens than the head has learned."""
+    speculator.write(a_head(draft_vocab=4), tmp_path)
+    tensors = dict(read_tensors(tmp_path))
+    write_tensors(tmp_path / "model.safetensors", tensors | {"speculator.ids": torch.tensor(ids)})
+    with pytest.raises(SourceError, match=rf"speculator\.ids:? {part}"):
+        speculator.read(tmp_path, EMBEDDING, OUTPUT)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n_predict", 2**30), ("inner_dim", 2**40), ("inner_dim", "x"), ("tie_weights", 1), ("emb_dim", True)],
+)
+def test_sizes_are_those_of_the_file(tmp_path, field, value):
+    """Would catch layers made as large as a number says, before anybody looks whether the file holds them."""
+    speculator.write(a_head(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(SourceError, match=f"{field} {value!r}: must be"):
+        speculator.read(tmp_path, EMBEDDING, OUTPUT)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("proj.0.weight", lambda x: x[:-1]),
+        ("proj.0.weight", lambda x: x.float()),
+        ("proj.0.weight_scale", lambda x: x[:-1]),
+        ("head.1.weight_scale", lambda x: x.int()),
+    ],
+)
+def test_codes_and_scales_fit_their_layer(tmp_path, name, change):
+    """Would catch INT8 layers of other sizes than the core reads."""
+    head = a_head()
+    swap_linears(head, lambda linear: Int8Map.rounded(linear.weight))
+    speculator.write(head, tmp_path)
+    tensors = dict(read_tensors(tmp_path))
+    tensors[f"speculator.{name}"] = change(tensors[f"speculator.{name}"]).clone()
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(SourceError, match=f"{name}:? (has shape|is torch)"):
+        speculator.read(tmp_path, EMBEDDING, OUTPUT)

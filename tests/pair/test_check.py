@@ -1,9 +1,10 @@
-"""Pairs that were damaged, tampered with, or never fitted."""
+"""Pairs that were damaged, tampered with, made to harm their readers, or never fitted."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 import hashlib
 import json
+import os
 from pathlib import Path
 import shutil
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from qspec import limited
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import IntegrityError, PairError
 from qspec.models.vocab import check_tokenizers
@@ -231,3 +233,220 @@ def test_recipe_and_halves_belong_together(pair: Path, change: Callable[[dict[st
     rewrite(pair, change)
     with pytest.raises(IntegrityError, match=part):
         check(pair)
+
+
+def change_json(pair: Path, name: str, *path: str | int, value: Any) -> None:
+    """Put another value into a JSON file of the pair; manifest and digests are made right again."""
+    file = pair / name
+    body = json.loads(file.read_text(encoding="utf-8"))
+    node = body
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    file.write_text(json.dumps(body), encoding="utf-8")
+    list_again(pair)
+
+
+def change_tensor(pair: Path, half: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put another tensor into a half; manifest and digests are made right again."""
+    file = pair / half / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in read_tensors(file).items()}
+    tensors[name] = change(tensors[name])
+    write_tensors(file, tensors)
+    list_again(pair)
+
+
+def refused(pair: Path, part: str, *readers: Callable[[Path], Any]) -> None:
+    """Whoever reads the pair refuses it in one line; whether it is checked first or run at once makes no difference."""
+    for read in readers or (check, open_pair):
+        with pytest.raises(IntegrityError, match=part) as caught:
+            read(pair)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 600
+
+
+GROUP = ("quantization_config", "config_groups", "group_0")
+PATIENT = "re:" + "(.*)*" * 8 + "x"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "part"),
+    [
+        (("head_dim",), 2**30, "head_dim 1073741824: must be"),
+        (("num_labels",), 2**31, "num_labels"),
+        (("max_position_embeddings",), 2**40, "max_position_embeddings"),
+        (("sliding_window",), 2**32, "sliding_window"),
+        (("intermediate_size",), 1 << 20, r"config\.json says"),
+        (("rms_norm_eps",), float("nan"), "rms_norm_eps"),
+        (("rms_norm_eps",), float("inf"), "rms_norm_eps"),
+        (("rms_norm_eps",), -1e-5, "rms_norm_eps"),
+        (("rope_parameters", "rope_theta"), float("nan"), "rotary frequency"),
+        (("rope_parameters", "rope_theta"), 1e-30, "rotary frequency"),
+        ((*GROUP, "weights", "group_size"), 0, "group or tile of 0"),
+        ((*GROUP, "weights", "group_size"), 10**30, "group or tile"),
+        ((*GROUP, "targets"), [PATIENT], "cannot be read within"),
+        ((*GROUP, "targets"), ["re:a{99999999999}"], "repetition number"),
+    ],
+    ids=str,
+)
+def test_configs_that_harm_their_reader(
+    pair: Path, path: tuple[str, ...], value: Any, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch gigabytes made of a number, a pattern that is matched for years, and NaN that answers in blanks."""
+    if value == [PATIENT]:
+        monkeypatch.setattr(limited, "SECONDS", 0.05)
+    if "group_size" in path:
+        change_json(pair, "target/config.json", *path[:-1], "strategy", value="group")
+    change_json(pair, "target/config.json", *path, value=value)
+    refused(pair, part)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "part"),
+    [
+        (("kv", "residual"), 2**40, r"kv\.residual"),
+        (("kv", "skip_layers"), [7], "layer 7: the model has 2"),
+        (("rules",), [[PATIENT, None]], "cannot be read within"),
+        (("default",), None, "another plan than config.json"),
+        (("head_ids",), [3, 299, 300], "reaches from 3 to 300, ids are 0 to 299"),
+        (("head_ids",), [3, 3], "do not rise"),
+    ],
+    ids=str,
+)
+def test_sidecars_that_harm_their_reader(
+    pair: Path, path: tuple[str, ...], value: Any, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch caches of any size, layers that are not there, and ids that lead out of the head."""
+    if path == ("rules",):
+        monkeypatch.setattr(limited, "SECONDS", 0.05)
+    if path[0] == "kv":
+        whole = {"format": "fp8_e4m3", "granularity": "tensor", "scales": "calibrated"}
+        change_json(pair, "target/qspec.json", "kv", value=whole)
+    change_json(pair, "target/qspec.json", *path, value=value)
+    refused(pair, part)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+        "{{ 'x' * 99999999999 }}",
+    ],
+    ids=["loops", "doubled text", "multiplied text"],
+)
+def test_templates_that_harm_their_reader(pair: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a chat template, which is a program, run without limits of time and memory."""
+    monkeypatch.setattr(limited, "SECONDS", 0.05)
+    (pair / "target" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    list_again(pair)
+    refused(pair, "cannot be read within|template that fails", open_pair)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        (
+            "normalizer",
+            {
+                "type": "Sequence",
+                "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 9}] * 12,
+            },
+        ),
+        (
+            "pre_tokenizer",
+            {"type": "Split", "pattern": {"Regex": "(a+)+(a+)+(a+)+$"}, "behavior": "Isolated", "invert": False},
+        ),
+    ],
+)
+def test_tokenizers_that_harm_their_reader(
+    pair: Path, part: str, value: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a normalizer that makes gigabytes of one letter, and a pattern that is matched for years."""
+    monkeypatch.setattr(limited, "SECONDS", 0.05)
+    change_json(pair, "target/tokenizer.json", part, value=value)
+    refused(pair, "cannot be read", open_pair)
+
+
+def test_a_tokenizer_of_more_ids_than_rows(pair: Path) -> None:
+    """Would catch a token that begins every prompt and lies outside of the embedding."""
+    path = ("post_processor", "special_tokens", "<s>", "ids")
+    change_json(pair, "target/tokenizer.json", *path, value=[60_000])
+    refused(pair, "gives token 60000, the embedding has 300 rows")
+
+
+@pytest.mark.parametrize(
+    ("half", "name", "change", "part"),
+    [
+        ("target", "model.layers.0.mlp.up_proj.weight_scale", torch.zeros_like, "scales are finite"),
+        ("target", "model.layers.1.mlp.up_proj.weight_scale", lambda x: x.fill_(3e38), "scales are finite"),
+        ("target", "model.layers.0.self_attn.k_scale", lambda x: x.fill_(3e38), "scales are finite"),
+        ("target", "model.layers.0.mlp.up_proj.weight_scale", lambda x: x[:0], "weight_scale|do not fit"),
+        ("target", "model.layers.0.mlp.up_proj.weight_scale", lambda x: x.to(torch.int32), "weight_scale|int32"),
+        ("target", "model.norm.weight", lambda x: x[:0], "has shape"),
+        ("target", "model.norm.weight", lambda x: x.to(torch.int64), "is no float"),
+        ("target", "model.embed_tokens.weight", lambda x: x[:, :-1], "has shape"),
+        ("draft", "model.layers.0.mlp.up_proj.weight_shape", lambda x: x * 2, "do not hold"),
+        ("draft", "model.layers.0.mlp.up_proj.weight_packed", lambda x: x[:-1], "do not hold"),
+    ],
+)
+def test_tensors_that_harm_their_reader(
+    pair: Path, half: str, name: str, change: Callable[[torch.Tensor], torch.Tensor], part: str
+) -> None:
+    """Would catch scales that make zeros or infinities of a layer, and tensors of another size or type than is read."""
+    change_tensor(pair, half, name, change)
+    refused(pair, part)
+
+
+@pytest.mark.parametrize("name", ["mlp.down_proj.bias", "mlp.down_proj.weight_g_idx", "input_layernorm.bias"])
+def test_tensors_that_a_layer_does_not_have(pair: Path, name: str) -> None:
+    """Would catch a bias as long as it likes that is added to a layer without one, and an order of inputs ignored."""
+    file = pair / "target" / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in read_tensors(file).items()}
+    write_tensors(file, tensors | {f"model.layers.0.{name}": torch.zeros(3)})
+    list_again(pair)
+    refused(pair, "is no part of a llama model|do not fit")
+
+
+def test_a_longer_context_than_the_model_has(pair: Path) -> None:
+    """Would catch a cache of terabytes, asked for by the recipe, where nobody checked the pair."""
+    rewrite(pair, lambda body: body["recipe"]["speculation"].update(max_length=2**40))
+    refused(pair, "the target knows 256 positions")
+
+
+def test_a_sparse_manifest(pair: Path) -> None:
+    """Would catch gigabytes of nothing, read whole because they are called pair.json."""
+    with (pair / "pair.json").open("ab") as file:
+        file.truncate(12 << 30)
+    refused(pair, "is larger than")
+
+
+@pytest.mark.parametrize("name", ["target/config.json", "target/qspec.json", "draft/model.safetensors", "pair.json"])
+def test_a_pipe_in_place_of_a_file(pair: Path, name: str) -> None:
+    """Would catch a reader that waits for whoever writes into a pipe, for ever."""
+    (pair / name).unlink()
+    os.mkfifo(pair / name)
+    refused(pair, "is a pipe|is missing")
+
+
+def test_a_link_out_of_the_pair(pair: Path) -> None:
+    """Would catch a pair that runs with files of others because only `check` looks at links."""
+    path = pair / "target" / "config.json"
+    path.rename(pair.parent / "elsewhere.json")
+    path.symlink_to(pair.parent / "elsewhere.json")
+    refused(pair, "is a link")
+
+
+def test_results_of_another_form(pair: Path) -> None:
+    """Would catch a traceback over a report that was swapped for something else."""
+    body = {"format_version": 1, "name": "x", "recipe": {"target": [1]}, "environment": {}}
+    (pair / "report").mkdir()
+    (pair / "report" / "results.json").write_text(json.dumps(body), encoding="utf-8")
+    entries = {path.relative_to(pair).as_posix(): path for path in pair.rglob("*") if path.is_file()}
+    files = [
+        {"path": name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for name, path in sorted(entries.items())
+        if name != "pair.json"
+    ]
+    rewrite(pair, lambda manifest: manifest.update(files=files))
+    assert "stale, measure again: target is not what was measured" in check(pair)

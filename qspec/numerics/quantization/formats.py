@@ -29,5 +29,7 @@ FORMATS = {f.name: f for f in (INT4, INT8, FP8_E4M3, FP8_E5M2)}
 
 SCALE_FLOOR = 1.0 / (448.0 * 512.0)
 """Smallest scale ever exported: below it, FP8 serving kernels underflow (vLLM uses the same floor)."""
+SCALE_CEILING = 2.0**16
+"""Largest scale that is read or exported: what is above no model has, and sums of such products overflow."""
 HALF_FLOOR = 74 * 2.0**-24
 """The float16 next above `SCALE_FLOOR`."""

@@ -29,8 +29,8 @@ STEPS, MARGIN = 16, 1.1
 class SparseMatrix:
     """A matrix `[N, K]` in CSR form.
 
-    indptr: int32 `[N + 1]`; indices: int32 columns, ascending in a row; values: float16 or float32. Raises `ValueError`
-    for parts that describe no matrix.
+    indptr: int32 `[N + 1]`; indices: int32 columns, ascending in a row, each once; values: float16 or float32. Raises
+    `ValueError` for parts that describe no matrix.
     """
 
     indptr: Tensor
@@ -48,6 +48,9 @@ class SparseMatrix:
             )
         if self.indices.numel() and not 0 <= int(self.indices.min()) <= int(self.indices.max()) < self.columns:
             raise ValueError(f"sparse indices leave the {self.columns} columns")
+        falls = (self.indices.diff() <= 0).nonzero() + 1  # may only be where rows begin
+        if not bool(torch.isin(falls, self.indptr).all()):
+            raise ValueError("sparse indices do not rise within their row")
 
     @classmethod
     def from_dense(cls, w_NK: Tensor, mask_NK: Tensor) -> "SparseMatrix":

@@ -124,6 +124,9 @@ class DraftKind(Generic[S]):
     def write(self, folder: Path, target: QuantizedModel, source: Path | None) -> None:
         """Put a head into the pair; models are written as targets are."""
 
+    def require_fit(self, folder: Path, target: ArchMap) -> None:
+        """Raise a `QspecError` for a head of other sizes than the recipe says."""
+
     def check(self, folder: Path, target: QuantizedModel) -> str | None:
         """Read what `write` wrote and look at every number in it; one line of what was found."""
         return None

@@ -10,7 +10,7 @@ from qspec.bridges.vllm.heads import FOLDER_KEY, PROPOSER
 from qspec.nn.engines import AnyDecoder
 from qspec.pair.drafters.kind import DraftKind, Weights
 from qspec.pair.drafters.lookup import behind
-from qspec.pair.head import check_head, head_folder, open_head
+from qspec.pair.head import check_head, head_folder, open_head, require_shape
 from qspec.records import ArchMap, LoadedModel, QuantizedModel
 from qspec.schema.devices import DeviceSheet
 from qspec.schema.drafts import MlpDraft
@@ -44,6 +44,9 @@ class Mlp(DraftKind[MlpDraft]):
     def write(self, folder: Path, target: QuantizedModel, source: Path | None) -> None:
         assert source is not None, "a head is copied from its folder"
         speculator.write(open_head(source, target), folder, speculator.read_config(source).get("qspec"))
+
+    def require_fit(self, folder: Path, target: ArchMap) -> None:
+        require_shape(folder, self.spec, target)
 
     def check(self, folder: Path, target: QuantizedModel) -> str:
         return check_head(folder, target)

@@ -148,3 +148,26 @@ def test_parts_that_are_no_matrix(change: dict[str, Tensor]) -> None:
     good = SparseMatrix(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2]), torch.ones(3), 7)
     with pytest.raises(ValueError, match=r"indices|row ends"):
         replace(good, **change)
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices"),
+    [
+        ([0, 2, 3], [1, 1, 0]),
+        ([0, 2, 3], [2, 1, 0]),
+        ([0, 2, 3], [0, 4, 0]),
+        ([0, 2, 3], [-1, 2, 0]),
+        ([0, 3, 2], [0, 1, 2]),
+        ([1, 2, 3], [0, 1, 2]),
+    ],
+)
+def test_indices_that_describe_no_matrix(indptr: list[int], indices: list[int]) -> None:
+    """Would catch columns outside of the input, or named twice: one reader adds them, another takes the last."""
+    with pytest.raises(ValueError, match=r"sparse|row ends"):
+        SparseMatrix(torch.tensor(indptr).int(), torch.tensor(indices).int(), torch.ones(3), 4)
+
+
+def test_rows_without_outliers_between_others() -> None:
+    """Would catch a first column of a row that counts as falling behind the row before, or behind an empty one."""
+    matrix = SparseMatrix(torch.tensor([0, 2, 2, 3]).int(), torch.tensor([1, 3, 0]).int(), torch.ones(3), 4)
+    assert matrix.dense().sum() == 3
