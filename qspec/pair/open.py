@@ -35,7 +35,7 @@ from qspec.schema.sizes import parse_bytes
 from qspec.speculation import engine
 from qspec.speculation.batch import Prompt, generate_batch as run_batch
 from qspec.speculation.stats import SpecStats
-from qspec.speculation.types import Drafter, DraftLength, Generation, Sampling
+from qspec.speculation.types import Drafter, DraftLength, Generation, Sampling, randomness
 
 _TIMED_STEPS = 5
 
@@ -75,16 +75,17 @@ class LoadedPair:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         speculative: bool = True,
         on_text: Callable[[str], None] | None = None,
         domain: str = "",
     ) -> Completion:
         """Answer `prompt` (through the chat template, if there is one); the law is the target's, drafts or not.
 
-        Sampling defaults are the recipe's. `on_text` receives text as soon as it is certain, from another thread while
-        the next pass runs. `domain` names the kind of request, for draft lengths that learn (`confidence`, `optimal`);
-        under these the same seed may give another sample of the same law.
+        Sampling defaults are the recipe's. A seed gives the same text again, also without drafts; None is another text
+        every time, of which somewhat more drafts stand (`spec.types.Repeatable`). `on_text` receives text as soon as
+        it is certain, from another thread while the next pass runs. `domain` names the kind of request, for draft
+        lengths that learn (`confidence`, `optimal`).
         """
         _check_seed(seed)
         sampling = self._sampling(temperature, top_k, top_p)
@@ -98,7 +99,7 @@ class LoadedPair:
                 max_new_tokens,
                 sampling,
                 self.model.arch.eos_ids,
-                torch.Generator().manual_seed(seed),
+                randomness(seed),
                 stream.add,
                 domain,
             )
@@ -115,14 +116,14 @@ class LoadedPair:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         speculative: bool = True,
         on_text: Callable[[int, str], None] | None = None,
         domain: str = "",
     ) -> list[Completion]:
         """Answer several prompts together, every step one pass of the target for all of them; results in their order.
 
-        Each has a drafter, a policy and randomness (`seed` + its number) of its own, so answers are those of one by one
+        Each has a drafter, a policy and a seed (`seed` + its number) of its own, so answers are those of one by one
         where rows are computed as if alone; policies that learn keep it for the next batch of as many prompts.
         `draft_length.by_batch` caps drafts by how many go on. `on_text` is told the prompt's number too, from one other
         thread. Completions have no `stats`: a batch has no plain step to compare with.
@@ -140,7 +141,7 @@ class LoadedPair:
             Prompt(
                 prompt_tokens(self.model.tokenizer, prompt)[0],
                 max_new_tokens,
-                torch.Generator().manual_seed((seed + i) % (MOST_SEED + 1)),
+                randomness(None if seed is None else (seed + i) % (MOST_SEED + 1)),
                 self.new_drafter() if speculative else None,
                 policy,
                 domain,
@@ -260,8 +261,8 @@ def _drafter(recipe: Recipe, target: QuantizedModel, draft: Weights) -> Drafter:
     return drafter
 
 
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed <= MOST_SEED:
+def _check_seed(seed: int | None) -> None:
+    if seed is not None and not 0 <= seed <= MOST_SEED:
         raise RecipeError(f"seed {seed}", f"must lie in 0 to {MOST_SEED}", "choose another")
 
 

@@ -29,6 +29,8 @@ _FIX = {
     "string_too_long": "shorten it",
     "string_pattern_mismatch": "use lower-case letters, digits and . _ -, starting with a letter or digit",
 }
+_SHOWN = 5
+"""Further wrong fields that a message names."""
 _COUNT = {1: "one", 2: "two"}
 _HINT = {"fp8_e5m2": "vLLM refuses E5M2 KV beside FP8 weights, use 'fp8_e4m3'"}
 
@@ -51,7 +53,7 @@ def explain(failure: ValidationError, root: type[BaseModel], where: str, error: 
     for other in (p for at, _, p in problems[1:] if at == path):
         rule += " or " + _rule(other).removeprefix("must be ")
     others = list(dict.fromkeys(at for at, _, _ in problems if not path.startswith(at)))  # a parent repeats its item
-    more = f" (also wrong: {', '.join(others)})" if others else ""
+    more = f" (also wrong: {', '.join(others[:_SHOWN])}{', …' * (len(others) > _SHOWN)})" if others else ""
     return error(f"{where}: {path or 'the whole file'}{_given(first)}", rule, fix + more)
 
 
@@ -75,7 +77,7 @@ def _locate(loc: tuple[int | str, ...], kind: str, root: type[BaseModel]) -> tup
             path += f".{part}"
             models = _models_in(holder.model_fields[part].annotation)
         elif models and kind == "extra_forbidden":
-            path, holder = f"{path}.{part}", models[0]
+            path, holder = f"{path}.{_cut(part)}", models[0]
     if kind.startswith("union_tag"):
         path += ".kind"
     return path.removeprefix("."), holder
@@ -143,5 +145,8 @@ def _given(problem: Any) -> str:
 
 def short(value: Any) -> str:
     """A value as a message shows it."""
-    text = " ".join(repr(value).split())
+    return _cut(" ".join(repr(value).split()))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -7,9 +7,10 @@ compressed-tensors and vLLM use.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from qspec.errors import RecipeError
+from qspec.numerics.speculation.probs import fits_float32
 from qspec.schema.drafts import Draft
 from qspec.schema.overrides import set_value
 from qspec.schema.problems import closest, short, validate
@@ -21,6 +22,15 @@ Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 MOST_SEED = 2**32 - 1
 """What every random generator that is used takes."""
+
+
+def _in_float32(value: float) -> float:
+    if not fits_float32(value):
+        raise ValueError(f"{value} is lost in float32; give 0, or a number between 1.2e-38 and 3.4e38")
+    return value
+
+
+Float32 = Annotated[float, AfterValidator(_in_float32)]
 
 
 class DataSpec(Strict):
@@ -100,9 +110,9 @@ class SpeculationSpec(Strict):
     """Draft length, the sampling law that requests use by default, and the longest context."""
 
     draft_length: DraftLengthSpec = DraftLengthSpec()
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: Float32 = Field(default=0.0, ge=0)
     top_k: int = Field(default=0, ge=0, le=MOST)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: Float32 = Field(default=1.0, gt=0, le=1)
     max_length: int | None = Field(default=None, ge=16, description="cache positions; default: the model's own")
 
 
@@ -214,7 +224,7 @@ class BenchmarkSpec(Strict):
     categories: tuple[str, ...] | None = Field(default=None, min_length=1)
     max_new_tokens: int = Field(default=64, ge=2, le=MOST)
     repeats: int = Field(default=3, ge=1, le=MOST)
-    temperatures: tuple[float, ...] = (0.0,)
+    temperatures: tuple[Float32, ...] = (0.0,)
     batch_sizes: tuple[Annotated[int, Field(ge=1, le=256)], ...] = (1,)
 
     @field_validator("temperatures")

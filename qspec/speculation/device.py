@@ -11,6 +11,7 @@ from time import perf_counter
 
 import torch
 
+from qspec.errors import RecipeError
 from qspec.nn.cuda.loop import CudaLoop, Greedy, Rule, Sampled
 from qspec.speculation.batch import Prompt
 from qspec.speculation.length.policies import Schedule, limit_at
@@ -62,13 +63,14 @@ def generate_on_device(
 
     schedule: drafts by the number of requests that go on, at most the loop's. Tokens are those of
     `batch.generate_batch` with a `ModelDrafter` of that length each; sampled ones until the end is near, where that one
-    draws fewer. A request's numbers come from its own generator. The seconds of a step are its share of the interval
-    between two readings, and count as verification.
-    Raises `RecipeError` for prompts that are empty or have no room.
+    draws fewer. A request's numbers come from its own generator, which cannot be `Repeatable`. The seconds of a step
+    are its share of the interval between two readings, and count as verification.
+    Raises `RecipeError` for prompts that are empty, have no room, or want a text that repeats.
     """
     for prompt in prompts:
         check_prompt(prompt.tokens, loop.room, loop.target.model.arch.vocab_size)
         loop.check(len(prompt.tokens), prompt.max_new_tokens)
+        _generator(prompt)
     emit = on_tokens or (lambda _, __: None)
     waiting = deque((i, prompt) for i, prompt in enumerate(prompts) if prompt.max_new_tokens > 0)
     running: dict[int, _Running] = {}
@@ -88,10 +90,17 @@ def generate_on_device(
 
 
 def _admitted(loop: CudaLoop, slot: int, number: int, prompt: Prompt, asked: float) -> _Running:
-    uniform_1 = draw_uniforms(1 if loop.rule.draws else 0, prompt.generator)
+    uniform_1 = draw_uniforms(1 if loop.rule.draws else 0, _generator(prompt))
     first = loop.begin(slot, torch.tensor(prompt.tokens), prompt.max_new_tokens, uniform_1)
     now = perf_counter()
     return _Running(number, prompt, loop.eos_ids, [first], now - asked, now, now)
+
+
+def _generator(prompt: Prompt) -> torch.Generator:
+    if isinstance(prompt.generator, torch.Generator):
+        return prompt.generator
+    rule = "depends on how many run beside it here, where every step draws for all"
+    raise RecipeError("a text that repeats", rule, "give a torch.Generator, or use batch.generate_batch")
 
 
 def _interval(loop: CudaLoop, going: dict[int, _Running], drafts: int, emit: Callable[[int, list[int]], None]) -> None:
@@ -101,9 +110,8 @@ def _interval(loop: CudaLoop, going: dict[int, _Running], drafts: int, emit: Cal
     if loop.rule.draws:
         uniforms_SBU = torch.zeros(steps, batch, 2 * drafts + 1, dtype=torch.float64)
         for slot, request in going.items():
-            uniforms_SBU[:, slot] = draw_uniforms(uniforms_SBU[:, slot].numel(), request.prompt.generator).view(
-                steps, -1
-            )
+            uniforms_N = draw_uniforms(uniforms_SBU[:, slot].numel(), _generator(request.prompt))
+            uniforms_SBU[:, slot] = uniforms_N.view(steps, -1)
         loop.feed(uniforms_SBU)
     loop.run(drafts, batch, steps)
     tokens, stood = loop.read(batch, steps)

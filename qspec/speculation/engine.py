@@ -12,7 +12,7 @@ import torch
 from qspec.nn.lm import LM, GreedyLM, torch_beside
 from qspec.speculation.length.policies import Heuristic
 from qspec.speculation.request import Request, check_prompt, drafts, tree_lm
-from qspec.speculation.types import Drafter, DraftLength, Generation, Proposal, Sampling, Verdict
+from qspec.speculation.types import Drafter, DraftLength, Generation, Proposal, Randomness, Sampling, Verdict
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling,
     eos_ids: Collection[int],
-    generator: torch.Generator,
+    generator: Randomness,
     on_tokens: Callable[[list[int]], None] | None = None,
     domain: str = "",
 ) -> Generation:

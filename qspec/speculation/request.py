@@ -26,6 +26,8 @@ from qspec.speculation.types import (
     Follower,
     Generation,
     Proposal,
+    Randomness,
+    Repeatable,
     Sampling,
     StepRecord,
     Stop,
@@ -45,7 +47,7 @@ class Request:
     end: int
     sampling: Sampling
     eos_ids: Collection[int]
-    generator: torch.Generator
+    generator: Randomness
     steps: list[StepRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -94,11 +96,16 @@ class Request:
         """What stands, from logits behind the newest token and behind every draft."""
         if self.sampling.greedy:
             return self.verify_best(proposal, logits_K1V.argmax(-1))
+        laws_K1V = self.sampling.law(logits_K1V)
+        if isinstance(self.generator, Repeatable):
+            ahead = (0, *(depth + 1 for depth in depths(proposal.parents)))
+            positions, size = [len(self.context) + depth for depth in ahead], laws_K1V.shape[-1]
+            return self.verify_best(proposal, self.generator.choose(laws_K1V, positions, size, slice(size)))
         uniforms_K1 = draw_uniforms(len(logits_K1V), self.generator).to(logits_K1V.device)
-        return _verdict(proposal, *_sampled(proposal, self.sampling.law(logits_K1V), uniforms_K1))
+        return _verdict(proposal, *_sampled(proposal, laws_K1V, uniforms_K1))
 
     def verify_best(self, proposal: Proposal, best_K1: Tensor) -> Verdict:
-        """`verify` for greedy decoding, from the arg-max of each row."""
+        """`verify` where each row has one token that may stand: of greedy decoding its arg-max."""
         tokens_K = proposal.tokens_K.to(best_K1.device)
         if not proposal.is_chain:
             return _verdict(proposal, *verify_tree_best(tokens_K, proposal.parents, best_K1))

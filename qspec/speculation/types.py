@@ -2,7 +2,8 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-import math
+from functools import lru_cache, partial
+import secrets
 from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from qspec.errors import RecipeError
 from qspec.nn.lm import LM
-from qspec.numerics.speculation.probs import target_law
+from qspec.numerics.speculation.probs import exponentials, fits_float32, race, sample, target_law
 from qspec.numerics.speculation.trees import Tree
 
 
@@ -23,13 +24,14 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        if not (self.temperature >= 0 and fits_float32(self.temperature)):
             fix = "use 0 for greedy or a positive number"
-            raise RecipeError(f"temperature {self.temperature}", "below 0 or not finite", fix)
+            raise RecipeError(f"temperature {self.temperature}", "below 0, not finite, or lost in float32", fix)
         if self.top_k < 0:
             raise RecipeError(f"top_k {self.top_k}", "below 0", "use 0 to keep every token or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise RecipeError(f"top_p {self.top_p}", "outside (0, 1]", "use 1 to keep every token or a share of mass")
+        if not (0 < self.top_p <= 1 and fits_float32(self.top_p)):
+            fix = "use 1 to keep every token or a share of mass"
+            raise RecipeError(f"top_p {self.top_p}", "outside (0, 1], or lost in float32", fix)
 
     @property
     def greedy(self) -> bool:
@@ -41,8 +43,40 @@ class Sampling:
 
 
 def draw_uniforms(n: int, generator: torch.Generator) -> Tensor:
-    """`n` float64 numbers in [0, 1), on the generator's device: the only place where randomness enters."""
+    """`n` float64 numbers in [0, 1), on the generator's device."""
     return torch.rand(n, dtype=torch.float64, device=generator.device, generator=generator)
+
+
+class Repeatable:
+    """Randomness that depends on a seed and on a token's position: the same text, whatever was drafted or ran before.
+
+    The target's token at a position wins a race (`numerics.probs.race`) that the draft was not asked about; a draft
+    that races by the same numbers mostly guesses it. So a text does not depend on how long drafts are, who makes them,
+    or whether there are any. Fewer drafts stand than under the rejection rule, where drafts are drawn: at total
+    variation d of draft and target (1 - d) / (1 + d) or more of them, against 1 - d.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._numbers = lru_cache(_NUMBERS)(partial(exponentials, seed))
+
+    def choose(self, laws_TV: Tensor, positions: Sequence[int], size: int, ids: Tensor | slice) -> Tensor:
+        """Tokens of laws at some positions, as places `[T]` in their rows, which hold `ids` of a vocabulary of `size`.
+
+        Laws of one position, over whichever part of the vocabulary, race by the same numbers.
+        """
+        arrivals_TV = torch.stack([self._numbers(position, size)[ids] for position in positions])
+        return race(laws_TV, arrivals_TV.to(laws_TV.device))
+
+
+Randomness = torch.Generator | Repeatable
+"""Where random tokens come from. A generator's numbers are used up as they come, by drafts and by verification."""
+_NUMBERS = 16
+"""Positions whose numbers are kept, from a draft to its verification: a draft's length, mostly."""
+
+
+def randomness(seed: int | None) -> Randomness:
+    """Of a seed, so that the text can be had again; None: new every time, and as many drafts stand as can."""
+    return torch.Generator().manual_seed(secrets.randbits(63)) if seed is None else Repeatable(seed)
 
 
 @dataclass(frozen=True)
@@ -118,7 +152,7 @@ class Drafter(Protocol):
         context: list[int],
         k: int,
         sampling: Sampling,
-        generator: torch.Generator,
+        generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
         """Tokens that may follow `context`: a chain of at most `k`, or a tree at most `k` deep.
@@ -136,8 +170,17 @@ class Ask(NamedTuple):
     context: list[int]
     k: int
     sampling: Sampling
-    generator: torch.Generator
+    generator: Randomness
     more: More | None = None
+
+    def draw(self, law_1V: Tensor, ahead: int, size: int, ids: Tensor | slice) -> tuple[Tensor, Tensor | None]:
+        """A draft token `[1]`, `ahead` places behind the context's end, as a place in its law; and the law.
+
+        The law covers `ids` of a vocabulary of `size`. It is None where verification does not need it (`Repeatable`).
+        """
+        if isinstance(self.generator, Repeatable):
+            return self.generator.choose(law_1V, [len(self.context) + ahead], size, ids), None
+        return sample(law_1V, draw_uniforms(1, self.generator)), law_1V
 
 
 @runtime_checkable

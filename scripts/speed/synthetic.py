@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qspec.speculation.types import More, Proposal, Sampling
+from qspec.speculation.types import More, Proposal, Randomness, Sampling
 
 
 class SyntheticDrafter:
@@ -21,9 +21,10 @@ class SyntheticDrafter:
         context: list[int],
         k: int,
         sampling: Sampling,
-        generator: torch.Generator,
+        generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
+        assert isinstance(generator, torch.Generator), "chances are drawn, and draws depend on those before"
         at = len(context) - self._prompt
         right_K = torch.tensor(self._answer[at : at + k], dtype=torch.long)
         wrong_K = torch.rand(len(right_K), generator=generator) >= self.alpha

@@ -273,3 +273,17 @@ def test_an_address_is_not_told_to_be_a_name(tmp_path: Path):
     )
     assert "evaluation.api.original 'localhost:8000'" in message
     assert "give an address, such as http://localhost:8000/v1" in message
+
+
+@pytest.mark.parametrize("field", ["speculation.temperature", "speculation.top_p", "benchmark.temperatures"])
+def test_numbers_that_float32_does_not_hold_are_refused(tmp_path: Path, field: str):
+    """Would catch a run of hours that ends at its first sampled token: 1e-46 is 0 in float32, and keeps no token."""
+    value = "[0.0, 1e-46]" if field.endswith("s") else "1e-46"
+    assert "1e-46 is lost in float32" in refusal(tmp_path, SMALL, f"{field}={value}")
+
+
+def test_a_refusal_is_short_whatever_was_given(tmp_path: Path):
+    """Would catch a message of megabytes for a file of unknown fields, or for one with a huge name."""
+    many = "".join(f"wrong_{i}: 0\n" for i in range(500))
+    assert len(refusal(tmp_path, SMALL + many)) < 1000
+    assert len(refusal(tmp_path, f"{SMALL}{'x' * 100_000}: 0\n")) < 1000

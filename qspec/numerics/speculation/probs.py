@@ -3,6 +3,8 @@
 Shape letters: T positions, K draws, V vocabulary. Settings apply in the common order: temperature, top-k, top-p.
 """
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,12 @@ def target_law(logits_TV: Tensor, temperature: float, top_k: int = 0, top_p: flo
     return _keep_top_p(probs_TV, top_p) if top_p < 1.0 else probs_TV
 
 
+def fits_float32(value: float) -> bool:
+    """Whether a number is 0, or among the normal numbers of float32: none that becomes 0 or infinity there."""
+    limits = torch.finfo(torch.float32)
+    return value == 0 or limits.tiny <= abs(value) <= limits.max
+
+
 def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Token ids by inverse CDF, one for every uniform number in [0, 1): `[V]` gives a scalar, `[K, V]` gives `[K]`.
 
@@ -35,6 +43,24 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cdf, mass, right=True).squeeze(-1)
 
 
+def race(probs_TV: Tensor, arrivals_TV: Tensor) -> Tensor:
+    """Token ids `[T]`: the first to arrive where token v takes `arrivals[v] / probs[v]`; it is v with `probs[v]`.
+
+    arrivals: numbers of `exponentials`, above 0. Two laws that race by the same numbers choose the same token with
+    probability (1 - d) / (1 + d) or more, d being their total variation. `probs` need not sum to one.
+    Source: arXiv 2408.07978, section 3.
+    """
+    return (probs_TV / arrivals_TV).argmax(-1)
+
+
+def exponentials(seed: int, position: int, size: int) -> Tensor:
+    """Float64 numbers `[size]` above 0, exponential with mean 1, which the arguments alone determine."""
+    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest))
+    uniforms = torch.rand(size, dtype=torch.float64, generator=generator)
+    return uniforms.neg_().log1p_().neg_().clamp_(min=torch.finfo(torch.float64).tiny)
+
+
 def _keep_top_k(logits_TV: Tensor, k: int) -> Tensor:
     values_Tk, ids_Tk = logits_TV.topk(k, dim=-1)
     return torch.full_like(logits_TV, -torch.inf).scatter_(-1, ids_Tk, values_Tk)
@@ -43,6 +69,6 @@ def _keep_top_k(logits_TV: Tensor, k: int) -> Tensor:
 def _keep_top_p(probs_TV: Tensor, p: float) -> Tensor:
     sorted_TV, ids_TV = probs_TV.sort(stable=True, dim=-1, descending=True)
     mass_before_TV = sorted_TV.cumsum(-1) - sorted_TV
-    sorted_TV = sorted_TV.masked_fill(mass_before_TV >= p, 0.0)
+    sorted_TV[..., 1:].masked_fill_(mass_before_TV[..., 1:] >= p, 0.0)  # one stays, however small p is
     kept_TV = torch.zeros_like(probs_TV).scatter_(-1, ids_TV, sorted_TV)
     return kept_TV / kept_TV.sum(-1, keepdim=True)

@@ -4,12 +4,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
-import torch
-
 from qspec.nn.lm import LM
 from qspec.speculation.drafters.suffix import SuffixDrafter
 from qspec.speculation.request import propose_together
-from qspec.speculation.types import NOTHING, Ask, Drafter, Follower, More, Proposal, Sampling
+from qspec.speculation.types import NOTHING, Ask, Drafter, Follower, More, Proposal, Randomness, Sampling
 
 LOOKUP, MODEL = "lookup", "model"
 
@@ -42,7 +40,7 @@ class CombinedDrafter:
         context: list[int],
         k: int,
         sampling: Sampling,
-        generator: torch.Generator,
+        generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
         return self.propose_many([self], [Ask(context, k, sampling, generator, more)])[0]

@@ -11,9 +11,8 @@ from qspec.errors import RecipeError
 from qspec.nn.draft_heads import draft_heads
 from qspec.nn.lm import LM, HiddenLM
 from qspec.nn.mlp_speculator import MLPSpeculator
-from qspec.numerics.speculation.probs import sample
 from qspec.numerics.speculation.trees import merged_chains
-from qspec.speculation.types import NOTHING, Ask, More, Proposal, Sampling, draw_uniforms
+from qspec.speculation.types import NOTHING, Ask, More, Proposal, Randomness, Sampling
 
 
 class MlpDrafter:
@@ -63,10 +62,10 @@ class MlpDrafter:
         context: list[int],
         k: int,
         sampling: Sampling,
-        generator: torch.Generator,
+        generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
-        """At most `k` tokens: a chain, whose laws are None if greedy, or a tree. `more` is asked of a chain only."""
+        """At most `k` tokens: a chain, with laws where somebody needs them, or a tree, of which `more` is not asked."""
         if k < 1:
             return NOTHING
         return self.propose_many([self], [Ask(context, k, sampling, generator, more)])[0]
@@ -90,9 +89,8 @@ class MlpDrafter:
         return [Proposal(tokens_K, probs_KV, share * chain.stages) for tokens_K, probs_KV, chain in made]
 
     def _chain(self, ask: Ask) -> "_Chain":
-        k = min(ask.k, self._head.shape.n_predict)
-        uniforms_K = draw_uniforms(0 if ask.sampling.greedy else k, ask.generator)
-        return _Chain(k, ask.sampling, uniforms_K, ask.more, self._ids_D, self._eos_ids)
+        shape = self._head.shape
+        return _Chain(ask, min(ask.k, shape.n_predict), self._ids_D[: self._known], shape.vocab_size, self._eos_ids)
 
     def _tree(self, ask: Ask) -> Proposal:
         start, depth = perf_counter(), min(ask.k, self._head.shape.n_predict)
@@ -123,13 +121,15 @@ class MlpDrafter:
 
 @dataclass
 class _Chain:
-    """The draft of one request on its way, at most `k` tokens. stages: how many of the head it went through."""
+    """The draft of one request on its way, at most `k` tokens of `ids_D`, ids of a vocabulary of `size`.
 
+    stages: how many of the head it went through.
+    """
+
+    ask: Ask
     k: int
-    sampling: Sampling
-    uniforms_K: Tensor
-    more: More | None
     ids_D: Tensor
+    size: int
     eos_ids: Collection[int]
     tokens: list[int] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
@@ -138,11 +138,14 @@ class _Chain:
     def choose(self, best: int, probability: float, logits_1D: Tensor) -> int | None:
         """`nn.cpp.heads.Choose` of this chain."""
         self.stages += 1
-        place, law_1D = best, None if self.sampling.greedy else self.sampling.law(logits_1D)
-        if self.more is not None and not self.more(probability if law_1D is None else float(law_1D.max())):
+        sampling, more = self.ask.sampling, self.ask.more
+        place, law_1D = best, None if sampling.greedy else sampling.law(logits_1D)
+        if more is not None and not more(probability if law_1D is None else float(law_1D.max())):
             return None
         if law_1D is not None:
-            place = int(sample(law_1D, self.uniforms_K[len(self.tokens) : len(self.tokens) + 1]))
-            self.laws.append(law_1D)
+            place_1, needed_1D = self.ask.draw(law_1D, len(self.tokens), self.size, self.ids_D)
+            place = int(place_1)
+            if needed_1D is not None:
+                self.laws.append(needed_1D)
         self.tokens.append(int(self.ids_D[place]))
         return None if len(self.tokens) == self.k or self.tokens[-1] in self.eos_ids else place

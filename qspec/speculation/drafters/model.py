@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qspec.nn.lm import LM, BatchLM
-from qspec.numerics.speculation.probs import sample
-from qspec.speculation.types import NOTHING, Ask, More, Proposal, Sampling, draw_uniforms
+from qspec.speculation.types import NOTHING, Ask, More, Proposal, Randomness, Sampling
 
 FEW = 16
 """Tokens of a sequence that are read in one pass with others: of every row of it logits are made."""
@@ -48,10 +47,10 @@ class ModelDrafter:
         context: list[int],
         k: int,
         sampling: Sampling,
-        generator: torch.Generator,
+        generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
-        """At most `k` tokens, as many as the draft's cache has room for, and their laws (None if greedy).
+        """At most `k` tokens, as many as the draft's cache has room for, and their laws (None: nobody needs them).
 
         `more` is told the largest probability of each token's law, if greedy of the draft's own at temperature 1. This
         reads every token on the host.
@@ -78,8 +77,8 @@ class ModelDrafter:
     def _chain(self, ask: Ask) -> "_Chain":
         start = perf_counter()
         k = max(0, min(ask.k, self._lm.max_length - len(ask.context) + 1))  # the last draft token is never fed
-        feed_T, uniforms_K = self._missing(ask.context), draw_uniforms(0 if ask.sampling.greedy else k, ask.generator)
-        return _Chain(self._lm, ask, k, self._tokens, self._eos_ids, uniforms_K, feed_T, k == 0, perf_counter() - start)
+        feed_T, sizes = self._missing(ask.context), (self._tokens, self._vocab_size)
+        return _Chain(self._lm, ask, k, *sizes, self._eos_ids, feed_T, k == 0, perf_counter() - start)
 
     def _missing(self, context: list[int]) -> Tensor:
         """Roll the cache back to what it shares with `context`; the tokens behind that, at least the last."""
@@ -102,14 +101,14 @@ class ModelDrafter:
 
 @dataclass
 class _Chain:
-    """A draft on its way, at most `k` tokens of the first `known` ids; `feed_T` is what the model reads next."""
+    """A draft on its way: at most `k` tokens, of the first `known` ids of `size`; `feed_T` is read next."""
 
     lm: LM
     ask: Ask
     k: int
     known: int
+    size: int
     eos_ids: Collection[int]
-    uniforms_K: Tensor
     feed_T: Tensor
     ended: bool
     seconds: float
@@ -118,7 +117,7 @@ class _Chain:
 
     def add(self, logits_1V: Tensor) -> None:
         """One more token, from the logits behind what was fed; or none, if none is wanted."""
-        sampling, more, i = self.ask.sampling, self.ask.more, len(self.tokens)
+        sampling, more = self.ask.sampling, self.ask.more
         logits_1V = logits_1V[:, : self.known]
         law_1V = None if sampling.greedy else sampling.law(logits_1V)
         if more is not None and not more(float((logits_1V.softmax(-1) if law_1V is None else law_1V).max())):
@@ -127,8 +126,9 @@ class _Chain:
         if law_1V is None:
             self.feed_T = logits_1V.argmax(-1)
         else:
-            self.laws.append(law_1V)
-            self.feed_T = sample(law_1V, self.uniforms_K[i : i + 1])
+            self.feed_T, needed_1V = self.ask.draw(law_1V, len(self.tokens), self.size, slice(self.known))
+            if needed_1V is not None:
+                self.laws.append(needed_1V)
         self.tokens.append(self.feed_T)
         self.ended = len(self.tokens) == self.k or (bool(self.eos_ids) and int(self.feed_T) in self.eos_ids)
 

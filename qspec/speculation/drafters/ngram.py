@@ -3,10 +3,8 @@
 from itertools import cycle, islice
 from time import perf_counter
 
-import torch
-
 from qspec.numerics.speculation.trees import merged_chains
-from qspec.speculation.types import More, Proposal, Sampling
+from qspec.speculation.types import More, Proposal, Randomness, Sampling
 
 
 class NgramDrafter:
@@ -26,7 +24,7 @@ class NgramDrafter:
         context: list[int],
         k: int,
         sampling: Sampling,
-        generator: torch.Generator,
+        generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
         """At most `k` tokens, certain (one-hot), of unknown probability; none without a match."""

@@ -7,7 +7,7 @@ from time import perf_counter
 import torch
 
 from qspec.numerics.speculation.trees import merged_chains
-from qspec.speculation.types import More, Proposal, Sampling
+from qspec.speculation.types import More, Proposal, Randomness, Sampling
 
 BYTES_PER_TOKEN = 640
 """What remembering a token takes at most: an entry of the index for each match size, and the token itself."""
@@ -55,7 +55,7 @@ class SuffixDrafter:
         context: list[int],
         k: int,
         sampling: Sampling,
-        generator: torch.Generator,
+        generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
         """At most `k` tokens, certain (one-hot), which `more` is told the confidence of; none without a match."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qspec.nn.lm import TreeLM
 from qspec.numerics.speculation.trees import Tree, depths, likeliest, spelled, subtree
-from qspec.speculation.types import More, Proposal, Sampling
+from qspec.speculation.types import More, Proposal, Randomness, Sampling
 
 NO_TREE = Tree([], [])
 
@@ -47,7 +47,7 @@ class TreeDrafter:
         context: list[int],
         k: int,
         sampling: Sampling,
-        generator: torch.Generator,
+        generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
         """A tree at most `k` deep, as far as the draft's cache has room."""

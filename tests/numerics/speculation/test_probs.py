@@ -60,6 +60,14 @@ def test_top_p_keeps_the_token_that_reaches_the_mass() -> None:
     assert (target_law(halves, 1.0, top_p=0.51) > 0).sum() == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_top_p_keeps_one_token_however_small(dtype: torch.dtype) -> None:
+    """Catches an empty law where top-p rounds to 0: a draw from it lies outside the vocabulary."""
+    for shape in ((2, 4), (3, 2, 4)):
+        law = target_law(LOGITS.to(dtype).expand(shape), 1.0, top_p=1e-46)
+        assert torch.equal(law, target_law(LOGITS.to(dtype).expand(shape), 0.0))
+
+
 def test_masked_vocabulary_stays_impossible() -> None:
     """Catches padding rows (logit -inf) that get probability back from a filter."""
     law = target_law(torch.tensor([[0.0, -torch.inf, 1.0]]), 1.0, top_k=3, top_p=0.999)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qspec.errors import RecipeError
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
+from qspec.numerics.speculation.probs import exponentials
 from qspec.speculation.batch import Prompt, generate_batch
 from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.mlp import MlpDrafter
@@ -16,7 +17,7 @@ from qspec.speculation.drafters.ngram import NgramDrafter
 from qspec.speculation.engine import generate
 from qspec.speculation.length.policies import Fixed
 from qspec.speculation.request import propose_together
-from qspec.speculation.types import Ask, Sampling
+from qspec.speculation.types import Ask, Repeatable, Sampling
 from tests.speculation.toys import TableLM, greedy, sequence_law, table
 
 V = 6
@@ -87,6 +88,20 @@ def test_laws_are_those_of_the_stages():
     for logits_1D, law_V in zip(logits, proposal.probs_KV, strict=True):
         torch.testing.assert_close(law_V[SMALL.ids_D], sampling.law(logits_1D)[0])
         assert float(law_V[[1, 4]].sum()) == 0
+
+
+def test_a_seeds_drafts_race_by_the_numbers_of_their_ids():
+    """Would catch a reduced vocabulary that races by the numbers of places: few of its drafts would stand."""
+    target, drafter, law = StatefulLM(TABLE), MlpDrafter(SMALL), Sampling(0.7)
+    target.forward(torch.tensor([3, 1]))
+    drafter.follow(target)
+    for seed in range(5):
+        proposal = drafter.propose([3, 1, 4], 3, law, Repeatable(seed))
+        tokens = proposal.tokens_K.tolist()
+        assert proposal.probs_KV is None
+        for i, logits_1D in enumerate(SMALL(target.hidden(), torch.tensor([[4, *tokens[:2]]]))):
+            arrivals_D = exponentials(seed, 3 + i, V)[SMALL.ids_D]
+            assert tokens[i] == int(SMALL.ids_D[(law.law(logits_1D)[0] / arrivals_D).argmax()])
 
 
 def test_drafting_ends():
