@@ -1,24 +1,27 @@
 """Several requests at once: every step is one pass of the target over the rows of all.
 
 Weights are read once per step for everybody, so drafts pay less the more requests there are (`Schedule`). Requests know
-nothing of each other: each has its own cache, drafter, policy and randomness.
+nothing of each other: each has its own cache, drafter, policy and randomness. What fails at one of them ends that one.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from time import perf_counter
-from typing import cast
+from typing import TypeVar, cast
+import warnings
 
 import torch
 from torch import Tensor
 
 from qspec.nn.lm import BatchLM, GreedyLM, torch_beside
-from qspec.numerics.speculation.trees import Parents
 from qspec.speculation.length.policies import BatchLimited, Heuristic, Schedule
 from qspec.speculation.request import Request, check_prompt, drafts
-from qspec.speculation.types import Drafter, DraftLength, Generation, Proposal, Sampling, Verdict
+from qspec.speculation.types import Drafter, DraftLength, Generation, Proposal, Randomness, Sampling, Verdict
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Prompt:
 
     tokens: list[int]
     max_new_tokens: int
-    generator: torch.Generator
+    generator: Randomness
     drafter: Drafter | None = None
     policy: DraftLength | None = None
     domain: str = ""
@@ -48,7 +51,7 @@ def generate_batch(
     A request leaves the batch when it is finished; prompts are read one after the other. schedule: most drafts by the
     number of requests that go on. on_tokens: called with a request's number and its tokens as they are committed.
     A step's seconds are shared out (a pass's by `PassShares`), so the steps of all requests add up to wall-clock time.
-    Raises `RecipeError` as `engine.generate` does.
+    Raises `RecipeError` as `engine.generate` does, and whatever fails at one of the requests.
     """
     for prompt in prompts:
         check_prompt(prompt.tokens, target.max_length, target.vocab_size)
@@ -64,7 +67,8 @@ def generate_batch(
             for i in batch.finished():
                 done[i] = batch.leave(i).result()
             if len(batch):
-                batch.step(emit)
+                for error in batch.step(emit).values():
+                    raise error
     return [done.get(i, Generation([])) for i in range(len(prompts))]
 
 
@@ -83,6 +87,9 @@ class Batch:
     def __len__(self) -> int:
         return len(self._active)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._active
+
     def join(self, number: int, target: BatchLM, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int]) -> None:
         """A request on `target`, a sequence of its own; `read` comes before its first step."""
         request = _request(target, prompt, self._schedule, lambda: len(self._active), sampling, eos_ids)
@@ -94,9 +101,12 @@ class Batch:
         return self._active[number].prefill(domain)
 
     @torch.no_grad()
-    def step(self, emit: Callable[[int, list[int]], None]) -> None:
-        """One pass of the target for all, none of them finished; `emit` is told the tokens of each by its number."""
-        _step(self._active, self._targets, self._shares, emit)
+    def step(self, emit: Callable[[int, list[int]], None]) -> dict[int, Exception]:
+        """One pass of the target for all, none of them finished; `emit` is told the tokens of each by its number.
+
+        Returns what failed, by the numbers of the requests at which it did: these cannot go on and are to `leave`.
+        """
+        return _step(self._active, self._targets, self._shares, emit)
 
     def finished(self) -> list[int]:
         return [number for number, request in self._active.items() if request.stopped() is not None]
@@ -153,40 +163,74 @@ def _step(
     forks: dict[int, BatchLM],
     shares: PassShares,
     emit: Callable[[int, list[int]], None],
-) -> None:
-    """One pass for all requests that go on."""
-    begin, requests = perf_counter(), list(active.values())
-    proposals = drafts(requests)
+) -> dict[int, Exception]:
+    """One pass for all requests that go on; what failed at some, by number."""
+    begin, faults = perf_counter(), dict[int, Exception]()
+    lengths = {i: fork.length for i, fork in forks.items()}
+
+    def drafted(numbers: Sequence[int]) -> list[Proposal]:
+        return drafts([active[i] for i in numbers])
+
+    def passed(numbers: Sequence[int]) -> list[Callable[[], Verdict]]:
+        for i in numbers:
+            forks[i].truncate(lengths[i])  # to where it was before a pass of all that failed
+        return _pass([active[i] for i in numbers], [proposals[i] for i in numbers], [forks[i] for i in numbers])
+
+    def committed(i: int) -> tuple[int, int]:
+        drafted, tokens = active[i].commit(proposals[i], verdicts[i])
+        active[i].policy.update(drafted, len(tokens) - 1, proposals[i].seconds, seconds[i])
+        emit(i, tokens)
+        return drafted, len(tokens) - 1
+
+    proposals = _together(drafted, list(active), faults)
     fed = perf_counter()
-    tokens, parents = zip(*map(Request.rows, requests, proposals), strict=True)
-    sequences = [forks[i] for i in active]
-    verdicts = _verify(requests, proposals, sequences, tokens, parents)
+    judges = _together(passed, list(proposals), faults)
+    verdicts = _each(lambda i: judges[i](), judges, faults)
     verifying = perf_counter() - fed
-    t_verify = shares.of(verifying, list(map(len, tokens)))
-    counts: list[tuple[int, int]] = []
-    for i, proposal, verdict, seconds in zip(active, proposals, verdicts, t_verify, strict=True):
-        drafted, committed = active[i].commit(proposal, verdict)
-        counts.append((drafted, len(committed) - 1))
-        active[i].policy.update(*counts[-1], proposal.seconds, seconds)
-        emit(i, committed)
-    drafting = sum(proposal.seconds for proposal in proposals)
-    t_other = (perf_counter() - begin - drafting - verifying) / len(requests)
-    for request, proposal, (drafted, accepted), seconds in zip(requests, proposals, counts, t_verify, strict=True):
-        request.book(drafted, accepted, proposal, seconds, t_other)
+    rows = [len(proposals[i].tokens_K) + 1 for i in judges]
+    seconds = dict(zip(judges, shares.of(verifying, rows) if rows else (), strict=True))
+    counts = _each(committed, verdicts, faults)
+    drafting = sum(proposal.seconds for proposal in proposals.values())
+    t_other = (perf_counter() - begin - drafting - verifying) / len(active)
+    _each(lambda i: active[i].book(*counts[i], proposals[i], seconds[i], t_other), counts, faults)
+    return faults
 
 
-def _verify(
-    requests: Sequence[Request],
-    proposals: Sequence[Proposal],
-    sequences: Sequence[BatchLM],
-    tokens: Sequence[Tensor],
-    parents: Sequence[Parents | None],
-) -> list[Verdict]:
-    first = sequences[0]
+def _together(
+    call: Callable[[Sequence[int]], Sequence[T]], numbers: Sequence[int], faults: dict[int, Exception]
+) -> dict[int, T]:
+    """A call for all requests at once, or, where it fails, for each alone: only those fail that fail alone."""
+    try:
+        return dict(zip(numbers, call(numbers) if numbers else (), strict=True))
+    except Exception as error:  # noqa: BLE001 (whoever caused it fails again)
+        found = _each(lambda i: call([i])[0], numbers, faults)
+        if len(found) == len(numbers):
+            warnings.warn(f"what {len(found)} requests shared was done for each: {error!r}", RuntimeWarning, 2)
+        return found
+
+
+def _each(call: Callable[[int], T], numbers: Iterable[int], faults: dict[int, Exception]) -> dict[int, T]:
+    """A call for each request; what it raises is noted as that one's fault."""
+    found: dict[int, T] = {}
+    for i in numbers:
+        try:
+            found[i] = call(i)
+        except Exception as error:  # noqa: BLE001 (it is told to whoever made this request)
+            faults[i] = error
+    return found
+
+
+def _pass(
+    requests: Sequence[Request], proposals: Sequence[Proposal], sequences: Sequence[BatchLM]
+) -> list[Callable[[], Verdict]]:
+    """One pass of the target, and for each request how its rows are judged."""
+    first, (tokens, parents) = sequences[0], zip(*map(Request.rows, requests, proposals), strict=True)
+    judge: Callable[[Request, Proposal, Tensor], Verdict] = Request.verify
     if isinstance(first, GreedyLM) and all(request.sampling.greedy for request in requests):
-        best = first.greedy_many(cast("Sequence[GreedyLM]", sequences), tokens, parents)  # forks of one model
-        return list(map(Request.verify_best, requests, proposals, best))
-    return list(map(Request.verify, requests, proposals, first.forward_many(sequences, tokens, parents)))
+        judge, rows = Request.verify_best, first.greedy_many(cast("Sequence[GreedyLM]", sequences), tokens, parents)
+    else:
+        rows = first.forward_many(sequences, tokens, parents)
+    return [partial(judge, *one) for one in zip(requests, proposals, rows, strict=True)]
 
 
 RECENT = 32

@@ -1,8 +1,11 @@
 """Several requests in one pass: each as if it were alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
+import itertools
+import math
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -22,15 +25,17 @@ from qspec.speculation.drafters.suffix import SuffixDrafter
 from qspec.speculation.drafters.tree import TreeDrafter
 from qspec.speculation.engine import generate
 from qspec.speculation.length.policies import POLICIES, Fixed, Heuristic, build
-from qspec.speculation.types import Drafter, Generation, Sampling
+from qspec.speculation.types import Drafter, Generation, Repeatable, Sampling
 from tests.speculation.toys import DrawnTree, TableLM, blend, greedy, table
 from tests.tiny import VOCAB_SIZE, tiny_model
 
+T = TypeVar("T")
 VOCAB = 6
 TABLE = table(1, VOCAB)
+FAIR = blend(2, TABLE, 0.4)
 TEXTS = [[3, 1, 4], [5], [2, 0, 1, 1, 4], [4, 4], [0, 3]]
 LENGTHS = [20, 1, 12, 0, 33]
-GREEDY = Sampling()
+GREEDY, WARM = Sampling(), Sampling(0.9, top_k=4)
 
 
 class Counted(TableLM):
@@ -207,3 +212,111 @@ def test_a_quantized_batch_says_bit_for_bit_the_same(kv: KVSpec | None, tmp_path
     results = generate_batch(target, batch(), GREEDY, ())
     assert [result.tokens for result in results] == greedy
     assert [sum(s.accepted for s in result.steps) > 0 for result in results[:2]] == [True, True]
+
+
+class Fault(Exception):
+    """One that a test injects."""
+
+
+def breaks(thing: T, name: str, after: int, until: float = math.inf) -> T:
+    """The same object, one method of which fails at calls `after` to `until`."""
+    method, calls = getattr(thing, name), itertools.count()
+
+    def failing(*args: Any, **more: Any) -> Any:
+        if after <= next(calls) < until:
+            raise Fault(name)
+        return method(*args, **more)
+
+    object.__setattr__(thing, name, failing)
+    return thing
+
+
+class Parts:
+    """A request of a batch, of parts that can be broken."""
+
+    def __init__(self, tokens: list[int], law: Sampling, tree: bool = False) -> None:
+        self.tokens, self.law, self.policy = tokens, replace(law), Fixed(3)
+        self.target, self.draft = TableLM(TABLE), TableLM(FAIR)
+        self.drafter: Drafter = TreeDrafter(self.draft, 2, 3, 6) if tree else ModelDrafter(self.draft)
+        self.told: list[int] = []
+
+    def join(self, batch: Batch, number: int) -> None:
+        prompt = Prompt(self.tokens, 24, Repeatable(number), self.drafter, self.policy)
+        batch.join(number, self.target, prompt, self.law, ())
+        self.told += batch.read(number)
+
+
+PLACES: dict[str, Callable[[Parts], Any]] = {
+    "the length of a draft": lambda parts: breaks(parts.policy, "next", 2),
+    "what a draft asks": lambda parts: breaks(parts.policy, "judge", 2),
+    "a draft": lambda parts: breaks(parts.drafter, "_chain", 2),
+    "a pass of the draft": lambda parts: breaks(parts.draft, "forward", 5),
+    "a pass of the target": lambda parts: breaks(parts.target, "forward", 3),
+    "the law": lambda parts: breaks(parts.law, "law", 2),
+    "roll-back": lambda parts: breaks(parts.target, "truncate", 4),
+    "what a policy learns": lambda parts: breaks(parts.policy, "update", 2),
+    "reading the text": lambda parts: setattr(parts, "told", breaks(Told(), "extend", 3)),
+}
+
+
+class Told(list[int]):
+    """Tokens, of which taking more can be broken."""
+
+
+@pytest.mark.parametrize(
+    ("place", "law"),
+    [(place, law) for place in PLACES for law in (GREEDY, WARM) if place != "the law" or not law.greedy],
+)
+def test_a_fault_ends_its_own_request(place: str, law: Sampling) -> None:
+    """Catches one request that ends all, and others whose caches a pass that failed half-way has changed."""
+    whole = run([Parts(text, law) for text in TEXTS[:3]], {})
+    requests = [Parts(text, law) for text in TEXTS[:3]]
+    PLACES[place](requests[1])
+    faults: dict[int, Exception] = {}
+    told = run(requests, faults)
+    assert {i: type(error) for i, error in faults.items()} == {1: Fault}
+    assert (told[0], told[2]) == (whole[0], whole[2])
+    assert told[1] == whole[1][: len(told[1])] != whole[1]
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_a_fault_of_a_shared_pass_alone_ends_nobody(name: str) -> None:
+    """Catches requests that are given up, or told other tokens, for a pass that succeeds for each by itself."""
+    whole = run([Parts(text, GREEDY) for text in TEXTS[:3]], {})
+    requests = [Parts(text, GREEDY) for text in TEXTS[:3]]
+    breaks(getattr(requests[2], name), "forward", 3, 4)
+    faults: dict[int, Exception] = {}
+    with pytest.warns(RuntimeWarning, match="3 requests shared"):
+        assert run(requests, faults) == whole
+    assert faults == {}
+
+
+def test_a_fault_of_a_tree_leaves_no_nodes_behind() -> None:
+    """Catches nodes of a pass that failed half-way, which the next pass would take for its own."""
+    whole = run([Parts(text, GREEDY, tree=True) for text in TEXTS[:3]], {})
+    requests = [Parts(text, GREEDY, tree=True) for text in TEXTS[:3]]
+    breaks(requests[1].target, "forward_tree", 2)
+    faults: dict[int, Exception] = {}
+    told = run(requests, faults)
+    assert (list(faults), told[0], told[2]) == ([1], whole[0], whole[2])
+
+
+def test_a_batch_that_is_asked_for_at_once_fails_with_its_request() -> None:
+    """Catches a fault that is swallowed where nobody takes it: an answer that just ends."""
+    policy = breaks(Fixed(3), "next", 2)
+    asked = [Prompt(text, 24, torch.Generator(), NgramDrafter(), policy) for text in TEXTS[:1]]
+    with pytest.raises(Fault):
+        generate_batch(TableLM(TABLE), asked, GREEDY, ())
+
+
+def run(requests: list[Parts], faults: dict[int, Exception]) -> list[list[int]]:
+    """Tokens of each, all together up to their ends or faults."""
+    batch = Batch()
+    for i, request in enumerate(requests):
+        request.join(batch, i)
+    while len(batch):
+        new = batch.step(lambda i, tokens: requests[i].told.extend(tokens))
+        faults |= new
+        for i in {*new, *batch.finished()}:
+            batch.leave(i)
+    return [list(request.told) for request in requests]
