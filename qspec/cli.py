@@ -56,6 +56,8 @@ _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 """The command-line parser's own error class; typer exports only this subclass of it."""
 
 INTERRUPTED = 130
+FAREWELLS = {"run": "interrupted; `qspec run … --resume` continues it", "serve": "the server was stopped"}
+"""Verb → last words after Ctrl-C, on standard error."""
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file, for example one of recipes/.")]
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="Folder that holds pair.json.")]
 Overrides = Annotated[
@@ -88,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     if status == INTERRUPTED:  # typer may have caught the interrupt itself
-        return _fail("interrupted; `qspec run … --resume` continues a run", status)
+        verb = next(iter(sys.argv[1:] if argv is None else argv), "")
+        print(FAREWELLS.get(verb, "interrupted"), file=sys.stderr)
     return int(status)
 
 

@@ -4,15 +4,15 @@ One thread runs the engine. Each place in the batch has a sequence of the target
 the next request: what a suffix memory holds and a policy has learned stays there.
 """
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, Queue
 from threading import Lock, Thread
 import traceback
 from typing import Any, Literal, Self, cast
-
-import torch
 
 from qspec.nn.lm import BatchLM, torch_beside
 from qspec.pair.drafters.registry import request_policy
@@ -20,10 +20,23 @@ from qspec.pair.open import LoadedPair
 from qspec.pair.text_stream import TextStream
 from qspec.speculation.batch import Batch, Prompt
 from qspec.speculation.request import Request, check_prompt
-from qspec.speculation.types import Drafter, DraftLength, Sampling
+from qspec.speculation.types import Drafter, DraftLength, Sampling, randomness
 
 Reason = Literal["stop", "length"]
-STOPPED = "the server was stopped"
+
+
+class Failed(Exception):
+    """An answer that could not be finished; why is on standard error too, with its traceback."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+
+
+class Stopped(Failed):
+    """Nobody answers any more."""
+
+    def __init__(self) -> None:
+        Exception.__init__(self, "the server was stopped")
 
 
 class Until:
@@ -59,33 +72,46 @@ class Until:
 class Answer:
     """A request and what became of it: iterate over its text as it comes; then `reason` and `count` are known.
 
-    seed: of its random numbers. ends: token ids that end it. gone: whether whoever asked has hung up. count: of its
-    tokens, none behind a stop string; drafted, accepted: of its drafts.
+    loop: where it is iterated over; the engine's thread puts the pieces. seed: as for `randomness`. ends: token ids
+    that end it. count: of its tokens, none behind a stop string; drafted, accepted: of its drafts. unwanted: nobody
+    waits for it any more.
     """
+
+    loop: asyncio.AbstractEventLoop
 
     prompt: list[int]
     most: int
     sampling: Sampling
-    seed: int
+    seed: int | None
     ends: frozenset[int]
     stops: tuple[str, ...] = ()
-    gone: Callable[[], bool] = bool
     count: int = 0
     drafted: int = 0
     accepted: int = 0
     reason: Reason = "length"
     unwanted: bool = False
-    pieces: Queue[str | BaseException | None] = field(default_factory=Queue)
+    _pieces: asyncio.Queue[str | Exception | None] = field(default_factory=asyncio.Queue)
 
-    def __iter__(self) -> Iterator[str]:
-        while (piece := self.pieces.get()) is not None:
-            if isinstance(piece, BaseException):
+    def fail(self, error: Exception) -> None:
+        """End it with `Failed`."""
+        if not isinstance(error, Stopped):
+            traceback.print_exception(error)
+        self.put(error if isinstance(error, Stopped) else Failed(error))
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        self.unwanted = True
+
+    def put(self, piece: str | Exception | None) -> None:
+        """More of its text, what ended it, or None: that was all."""
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self.loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        while (piece := await self._pieces.get()) is not None:
+            if isinstance(piece, Exception):
                 raise piece
             yield piece
-
-    @property
-    def wanted(self) -> bool:
-        return not (self.unwanted or self.gone())
 
 
 @dataclass(frozen=True)
@@ -132,16 +158,20 @@ class Counts:
 
 
 class Answers:
-    """Runs a pair for at most `at_once` requests together; others wait. A context manager: it answers within."""
+    """Runs a pair for at most `at_once` requests together; others wait. A context manager: it answers within.
+
+    reader: the one thread that tokenizes, beside the engine's; fast tokenizers refuse to be used by two.
+    """
 
     def __init__(self, pair: LoadedPair, at_once: int = 8, speculative: bool = True) -> None:
         self.pair, self.at_once, self._speculative = pair, at_once, speculative
-        self.counts, self.tokenizing = Counts(), Lock()  # fast tokenizers refuse to be used by two threads
+        self.counts, self.reader = Counts(), ThreadPoolExecutor(1, "qspec-reader")
         self.waiting: Queue[Answer | None] = Queue()
         self._batch = Batch(pair.recipe.speculation.draft_length.by_batch)
         self._going: dict[int, _Going] = {}
-        self._places: list[_Place] = []
-        self._closed = False
+        self._places: dict[int, _Place] = {}
+        self._lent = self._closed = False
+        self._closing = Lock()
         self._thread = Thread(target=self._run, name="qspec-engine", daemon=True)
 
     def __enter__(self) -> Self:
@@ -149,36 +179,42 @@ class Answers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Requests that go on are ended."""
-        self._closed = True
-        self.waiting.put(None)
+        self.close()
+
+    def close(self) -> None:
+        """End requests that go on, and those that wait, with `Stopped`."""
+        with self._closing:
+            self._closed = True
+            self.waiting.put(None)
         self._thread.join()
+        self.reader.shutdown()
 
     @property
     def running(self) -> int:
         return len(self._going)
 
     def ask(self, answer: Answer) -> Answer:
-        """Queue a request. Raises `RecipeError` for a prompt that cannot be continued."""
+        """Queue a request. Raises `RecipeError` for a prompt that cannot be continued, and `Stopped`."""
         check_prompt(answer.prompt, self.pair.target.max_length, self.pair.target.vocab_size)
-        if self._closed:
-            raise RuntimeError(STOPPED)
-        self.waiting.put(answer)
+        with self._closing:  # what is queued before the end is told of it
+            if self._closed:
+                raise Stopped
+            self.waiting.put(answer)
         return answer
 
     def _run(self) -> None:
         with torch_beside(self.pair.target), ThreadPoolExecutor(1, "qspec-text") as worker:
             while self._admit(worker):
                 try:
-                    self._batch.step(self._told)
+                    for number, error in self._batch.step(self._told).items():
+                        self._drop(number, error)
                     self._settle()
                 except Exception as error:  # noqa: BLE001 (whoever waits is told, and the next are answered)
-                    traceback.print_exc()
                     self._end_all(error)
-        self._end_all(RuntimeError(STOPPED))
+        self._end_all(Stopped())
         while not self.waiting.empty():
             if (answer := self.waiting.get()) is not None:
-                answer.pieces.put(RuntimeError(STOPPED))
+                answer.fail(Stopped())
 
     def _admit(self, worker: Executor) -> bool:
         """Let requests in while there is room; waits while nothing goes on. False: it is over."""
@@ -189,38 +225,35 @@ class Answers:
                 break
             if answer is None:  # only there to wake this thread
                 return False
-            if not answer.wanted:
-                answer.pieces.put(None)
+            if answer.unwanted:
                 continue
+            number = next(i for i in range(self.at_once) if i not in self._going)
             try:
-                self._begin(answer, worker)
+                self._begin(number, answer, worker)
                 self._settle()
             except Exception as error:  # noqa: BLE001 (only whoever asked it is told)
-                traceback.print_exc()
-                self._drop(answer, error)
+                self._drop(number, error)
         return not self._closed
 
-    def _begin(self, answer: Answer, worker: Executor) -> None:
-        number = next(i for i in range(self.at_once) if i not in self._going)
-        if number == len(self._places):
-            self._places.append(self._place(number))
-        place, until = self._places[number], Until(answer.stops)
-        told = _Here() if answer.stops else worker
+    def _begin(self, number: int, answer: Answer, worker: Executor) -> None:
+        until, told = Until(answer.stops), _Here() if answer.stops else worker
         stream = TextStream(self.pair.model.tokenizer.decode, told, lambda piece: _hand_on(answer, until.add(piece)))
-        generator = torch.Generator().manual_seed(answer.seed)
-        prompt = Prompt(answer.prompt, answer.most, generator, place.drafter, place.policy)
-        self._batch.join(number, place.target, prompt, answer.sampling, answer.ends)
         self._going[number] = _Going(answer, until, stream)
+        if number not in self._places:
+            self._places[number] = self._place()
+        place = self._places[number]
+        prompt = Prompt(answer.prompt, answer.most, randomness(answer.seed), place.drafter, place.policy)
+        self._batch.join(number, place.target, prompt, answer.sampling, answer.ends)
         self._told(number, self._batch.read(number))
 
-    def _place(self, number: int) -> _Place:
-        pair = self.pair
+    def _place(self) -> _Place:
+        """A place on sequences of its own; the first one takes those that the pair has."""
+        pair, own, self._lent = self.pair, not self._lent, True
         drafter = None
         if self._speculative:
-            drafter = pair.drafter if number == 0 else pair.new_drafter()
+            drafter = pair.drafter if own else pair.new_drafter()
         policy = request_policy(pair.recipe.speculation.draft_length)
-        target = pair.target if number == 0 else pair.target.fork()
-        return _Place(cast("BatchLM", target), drafter, policy)
+        return _Place(cast("BatchLM", pair.target if own else pair.target.fork()), drafter, policy)
 
     def _told(self, number: int, tokens: list[int]) -> None:
         going = self._going[number]
@@ -233,13 +266,12 @@ class Answers:
         """Let go of requests that are finished, that have reached a stop string, or that nobody waits for any more."""
         finished = set(self._batch.finished())
         for number, going in list(self._going.items()):
-            if number in finished or going.until.reached or not going.answer.wanted:
+            if number in finished or going.until.reached or going.answer.unwanted:
                 del self._going[number]
                 try:
                     self._finish(going, self._batch.leave(number))
                 except Exception as error:  # noqa: BLE001 (only whoever asked it is told)
-                    traceback.print_exc()
-                    going.answer.pieces.put(error)
+                    going.answer.fail(error)
 
     def _finish(self, going: _Going, request: Request) -> None:
         answer = going.answer
@@ -249,17 +281,19 @@ class Answers:
         answer.drafted = sum(step.drafted for step in request.steps)
         answer.accepted = sum(step.accepted for step in request.steps)
         self.counts.add(request)
-        answer.pieces.put(None)
+        answer.put(None)
 
-    def _drop(self, answer: Answer, error: BaseException) -> None:
-        for number in [number for number, going in self._going.items() if going.answer is answer]:
-            del self._going[number]
+    def _drop(self, number: int, error: Exception) -> None:
+        """End a request at which something failed; its place goes too, since nobody knows what state that is in."""
+        self._places.pop(number, None)
+        if number in self._batch:
             self._batch.leave(number)
-        answer.pieces.put(error)
+        if (going := self._going.pop(number, None)) is not None:
+            going.answer.fail(error)
 
-    def _end_all(self, error: BaseException) -> None:
-        for going in list(self._going.values()):
-            self._drop(going.answer, error)
+    def _end_all(self, error: Exception) -> None:
+        for number in list(self._going):
+            self._drop(number, error)
 
 
 class _Here(Executor):
@@ -273,4 +307,4 @@ class _Here(Executor):
 
 def _hand_on(answer: Answer, text: str) -> None:
     if text:
-        answer.pieces.put(text)
+        answer.put(text)

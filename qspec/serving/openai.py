@@ -1,61 +1,81 @@
 """An OpenAI-style API in terms of the engine: questions in, replies and counters out. It knows no network."""
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+import json
 import secrets
 import time
 from typing import Any
 
 from qspec.errors import QspecError, RecipeError
-from qspec.schema.api import ChatQuestion, CompletionQuestion, Question
+from qspec.schema.api import ChatQuestion, CompletionQuestion, Question, StreamOptions, question
+from qspec.schema.problems import short
 from qspec.serving.engine import Answer, Answers
 from qspec.speculation.types import Sampling
 
 CHAT = "/v1/chat/completions"
 QUESTIONS: dict[str, type[Question]] = {"/v1/completions": CompletionQuestion, CHAT: ChatQuestion}
+OVERHEAD, BYTES_A_TOKEN = 64 << 10, 16
+MOST_MESSAGE = 600
+"""Characters of a refusal."""
 
 
-def answer_to(answers: Answers, question: Question, gone: Callable[[], bool] = bool) -> Answer:
-    """A question as the engine takes it, queued. gone: whether nobody waits for it any more.
+def most_bytes(answers: Answers) -> int:
+    """Longest body that is read: what has more cannot be a prompt that fits, by several times."""
+    return OVERHEAD + BYTES_A_TOKEN * answers.pair.target.max_length
+
+
+def read(path: str, body: bytes) -> Question:
+    """The question of a body. Raises `RecipeError`."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError("request", f"is not JSON ({error})", "send a JSON object") from error
+    return question(QUESTIONS[path], data)
+
+
+def answer_to(answers: Answers, asked: Question, loop: asyncio.AbstractEventLoop) -> Answer:
+    """A question as the engine takes it, queued. loop: where the answer is read. Tokenizes: one thread at a time.
 
     Raises `QspecError` for what has no answer.
     """
     pair = answers.pair
-    with answers.tokenizing:
-        prompt, most = _prompt(answers, question), question.max_tokens
-    if isinstance(question, ChatQuestion):
-        most = question.max_completion_tokens or most
+    prompt, most = _prompt(answers, asked), asked.max_tokens
+    if isinstance(asked, ChatQuestion):
+        most = asked.max_completion_tokens or most
     room = pair.target.max_length - len(prompt)
     if (most or 1) > room:
         value, rule = f"{len(prompt)} tokens and {most or 1} more", f"the context holds {pair.target.max_length}"
         raise RecipeError(value, rule, "shorten the prompt, or lower max_tokens")
     law = pair.recipe.speculation
     sampling = Sampling(
-        law.temperature if question.temperature is None else question.temperature,
-        law.top_k if question.top_k is None else max(0, question.top_k),
-        law.top_p if question.top_p is None else question.top_p,
+        law.temperature if asked.temperature is None else asked.temperature,
+        law.top_k if asked.top_k is None else max(0, asked.top_k),
+        law.top_p if asked.top_p is None else asked.top_p,
     )
-    seed = secrets.randbits(32) if question.seed is None else question.seed % 2**32
-    ends = frozenset(question.stop_token_ids) | set(() if question.ignore_eos else pair.model.arch.eos_ids)
-    return answers.ask(Answer(prompt, most or room, sampling, seed, ends, question.stop, gone))
+    ends = frozenset(asked.stop_token_ids) | set(() if asked.ignore_eos else pair.model.arch.eos_ids)
+    return answers.ask(Answer(loop, prompt, most or room, sampling, asked.seed, ends, asked.stop))
 
 
-def _prompt(answers: Answers, question: Question) -> list[int]:
+def _prompt(answers: Answers, asked: Question) -> list[int]:
     tokenizer, rows = answers.pair.model.tokenizer, answers.pair.model.arch.vocab_size
-    if isinstance(question, ChatQuestion):
+    if isinstance(asked, ChatQuestion):
         try:
-            return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in question.messages])
+            return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in asked.messages])
         except QspecError:
             raise
         except Exception as error:  # whatever a template raises
-            rule = f"do not fit the chat template ({error})"
+            rule = f"do not fit the chat template ({str(error)[:200]})"
             raise RecipeError("messages", rule, "change their roles, or their order") from error
-    assert isinstance(question, CompletionQuestion)
-    prompt = question.one
+    assert isinstance(asked, CompletionQuestion)
+    prompt = asked.one
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     if beyond := [token for token in prompt if not 0 <= token < rows]:
-        raise RecipeError(f"token {beyond[0]}", f"the model knows {rows}, from 0 on", "send ids of its tokenizer")
+        raise RecipeError(
+            f"token {short(beyond[0])}", f"the model knows {rows}, from 0 on", "send ids of its tokenizer"
+        )
     return prompt
 
 
@@ -73,18 +93,19 @@ class Reply:
         chat = path == CHAT
         return cls(chat, model, f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time()))
 
-    def whole(self, text: str, answer: Answer) -> dict[str, Any]:
+    async def whole(self, answer: Answer) -> dict[str, Any]:
+        text = "".join([piece async for piece in answer])
         said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         return {**self._of(said, answer.reason), "usage": _usage(answer)}
 
-    def events(self, answer: Answer, with_usage: bool) -> Iterator[dict[str, Any]]:
+    async def events(self, answer: Answer, options: StreamOptions | None) -> AsyncIterator[dict[str, Any]]:
         """What a stream holds, in order, as the text comes."""
         if self.chat:
             yield self._of({"delta": {"role": "assistant", "content": ""}})
-        for text in answer:
+        async for text in answer:
             yield self._of({"delta": {"content": text}} if self.chat else {"text": text})
         yield self._of({"delta": {}} if self.chat else {"text": ""}, answer.reason)
-        if with_usage:
+        if options is not None and options.include_usage:
             yield {**self._of({}), "choices": [], "usage": _usage(answer)}
 
     def _of(self, said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
@@ -106,7 +127,9 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 def failure(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": " ".join(message.split()), "type": kind, "code": status}}
+    text = " ".join(message[: 2 * MOST_MESSAGE].split())
+    text = text if len(text) <= MOST_MESSAGE else f"{text[:MOST_MESSAGE]} …"
+    return {"error": {"message": text, "type": kind, "code": status}}
 
 
 def models(answers: Answers) -> dict[str, Any]:

@@ -1,164 +1,212 @@
-"""A pair behind an OpenAI-style address, on qspec's own engine: what vLLM does not run of it, it runs."""
+"""A pair behind an OpenAI-style address, on qspec's own engine: what vLLM does not run of it, it runs.
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+starlette and uvicorn speak HTTP. Clients are limited in their number, the length of what they ask, and the time that
+they take for it; what takes long here, JSON and tokenizing, is done beside the event loop.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import contextmanager
 import json
 from pathlib import Path
+import re
 import socket
-import sys
-from typing import Any
+from typing import Any, TypeVar
 
 from qspec.errors import OutputError, QspecError, RecipeError
 from qspec.pair.check import check
 from qspec.pair.open import open_pair
-from qspec.schema.api import Question
-from qspec.schema.problems import validate
+from qspec.schema.problems import short
 from qspec.serving import openai as api
-from qspec.serving.engine import Answers
+from qspec.serving.engine import Answers, Failed, Stopped
 
-MOST_BYTES = 16 << 20
-"""Of a request; a prompt of a million tokens has less."""
+try:
+    import h11
+    from starlette.applications import Starlette
+    from starlette.background import BackgroundTask
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ModuleNotFoundError as error:
+    raise RecipeError("--engine qspec", f"needs {error.name}", 'run `pip install "qspec[serve]"`') from error
+
+T = TypeVar("T")
+MOST_CONNECTIONS = 512
+PATIENCE = 30.0
+"""Seconds within which a request has to be there whole."""
+PROMETHEUS = "text/plain; version=0.0.4"
 
 
-class Server(ThreadingHTTPServer):
+class Server(uvicorn.Server):
     """Listens from the beginning, so that an address that is taken is told before a model is loaded."""
 
-    daemon_threads = True
-    request_queue_size = 128  # a connection beyond it waits a second, or three
     answers: Answers
 
     def __init__(self, host: str, port: int) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            super().__init__((host, port), _Handler)
+            self.socket = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
-            rule = f"cannot be listened at ({error.strerror})"
+            rule = f"cannot be listened at ({str(error.strerror).partition(' (while')[0]})"
             raise OutputError(f"{host}:{port}", rule, "give another one: --host, --port") from error
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
+        app = _strict(_app(self))
+        options = uvicorn.Config(app, http=_Protocol, loop="asyncio", ws="none", lifespan="off", **quiet)
+        options.timeout_graceful_shutdown = 5
+        super().__init__(options)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever hangs up is no fault of the server."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
+    @property
+    def port(self) -> int:
+        return int(self.socket.getsockname()[1])
+
+    def serve_forever(self) -> None:
+        """Until `should_exit`, SIGINT or SIGTERM; what the signal did before is done at the end."""
+        self.run([self.socket])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End all answers, so that whoever waits is told, then all connections."""
+        await asyncio.to_thread(self.answers.close)
+        await super().shutdown(sockets)
 
 
 @contextmanager
 def serving_own(pair: Path, host: str, port: int, at_once: int = 8, speculative: bool = True) -> Iterator[Server]:
     """A server that is ready to `serve_forever`, of a pair that is intact; its engine runs within."""
-    with Server(host, port) as server:
+    server = Server(host, port)
+    with server.socket:
         check(pair)
         with Answers(open_pair(pair), at_once, speculative) as server.answers:
             yield server
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One connection, in a thread of its own."""
+class _Protocol(H11Protocol):
+    """uvicorn's HTTP/1.1, for a limited number of clients that do not take their time."""
 
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # it would hold back what follows a small packet, for 40 ms on a kept connection
-    server: Server
+    _limit: asyncio.TimerHandle | None = None
 
-    def do_GET(self) -> None:
-        match self.path:
-            case "/health":
-                self._send(200, b"", "text/plain")
-            case "/v1/models":
-                self._json(200, api.models(self.server.answers))
-            case "/metrics":
-                self._send(200, api.metrics(self.server.answers).encode(), "text/plain; version=0.0.4")
-            case _:
-                self._refuse(404, f"{self.path}: is not here; ask /v1/models, {', '.join(api.QUESTIONS)} or /metrics")
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        self._watch(True)
 
-    def do_POST(self) -> None:
-        try:
-            question = self._question()
-            if question is not None:
-                self._answer(question)
-        except QspecError as error:
-            self._refuse(400, str(error))
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True  # whoever asked has gone
-        except Exception as error:  # noqa: BLE001 (of this request; others are answered)
-            self._refuse(500, f"{type(error).__name__}: {error}")
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch(self.conn.their_state in (h11.IDLE, h11.SEND_BODY))
 
-    def _question(self) -> Question | None:
-        """What is asked; None where it has been refused."""
-        size = self.headers.get("Content-Length", "")
-        if not (size.isdecimal() and len(size) < 10 and int(size) <= MOST_BYTES):
-            self.close_connection = True  # its body stays unread
-            self._refuse(413, f"a body of {size or 'unsaid'} bytes: {MOST_BYTES} are read at most; send less")
-            return None
-        name = self.server.answers.pair.recipe.name
-        body, kind = self.rfile.read(int(size)), api.QUESTIONS.get(self.path)
-        if kind is None:
-            self._refuse(404, f"{self.path}: is not here; ask one of {', '.join(api.QUESTIONS)}")
-            return None
-        try:
-            data = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise RecipeError("request", f"is not JSON ({error})", "send a JSON object") from error
-        question = validate(kind, data, "request")
-        if question.model not in ("", name):
-            self._refuse(404, f"model {question.model!r}: is not served here; ask for {name!r}")
-            return None
-        return question
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._watch(False)
 
-    def _answer(self, question: Question) -> None:
-        answers = self.server.answers
-        reply = api.Reply.to(self.path, answers.pair.recipe.name)
-        answer = api.answer_to(answers, question, self._gone)
-        try:
-            if question.stream:
-                options = question.stream_options
-                self._stream(reply.events(answer, options is not None and options.include_usage))
-            else:
-                self._json(200, reply.whole("".join(answer), answer))
-        finally:
-            answer.unwanted = True
-
-    def _gone(self) -> bool:
-        """Whether whoever asked has hung up."""
-        try:
-            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def _stream(self, events: Iterator[dict[str, Any]]) -> None:
-        """Server-sent events, on a connection that ends with them."""
-        self.close_connection = True
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        for event in _written(events):
-            self.wfile.write(f"data: {event}\n\n".encode())
-            self.wfile.flush()
-
-    def _refuse(self, status: int, message: str) -> None:
-        with suppress(OSError):
-            self._json(status, api.failure(status, message))
-
-    def _json(self, status: int, content: dict[str, Any]) -> None:
-        self._send(status, json.dumps(content).encode(), "application/json")
-
-    def _send(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are counted, not printed."""
+    def _watch(self, waiting: bool) -> None:
+        """Hang up in a while, if a request is still not whole then."""
+        if waiting and self._limit is None:
+            self._limit = self.loop.call_later(PATIENCE, self.transport.abort)
+        elif not waiting and self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
 
 
-def _written(events: Iterator[dict[str, Any]]) -> Iterator[str]:
-    """What a stream says, `[DONE]` at its end; a failure is said in it, since the status has been sent."""
+def _strict(app: ASGIApp) -> ASGIApp:
+    """Refuses bodies of two lengths, of which a proxy may believe the other; takes addresses as proxies write them."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        inner, names = app, {name for name, _ in scope["headers"]}
+        if {b"transfer-encoding", b"content-length"} <= names:
+            inner = _failure(400, "Content-Length beside Transfer-Encoding: a body has one length; send one of them")
+            inner.headers["Connection"] = "close"
+        await inner({**scope, "path": re.sub("^https?://[^/]*", "", scope["path"])}, receive, send)
+
+    return checked
+
+
+def _app(server: Server) -> Starlette:
+    async def answer(request: Request) -> Response:
+        return await _answer(server.answers, request)
+
+    routes = [
+        Route("/health", lambda _: PlainTextResponse("")),
+        Route("/v1/models", lambda _: JSONResponse(api.models(server.answers))),
+        Route("/metrics", lambda _: PlainTextResponse(api.metrics(server.answers), media_type=PROMETHEUS)),
+        *(Route(path, answer, methods=["POST"]) for path in api.QUESTIONS),
+    ]
+    kinds = HTTPException, QspecError, Failed, ClientDisconnect, Exception
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _refusal))
+
+
+async def _answer(answers: Answers, request: Request) -> Response:
+    loop, path, name = asyncio.get_running_loop(), request.scope["path"], answers.pair.recipe.name
+    body = await _body(request, api.most_bytes(answers))
+    asked = await loop.run_in_executor(answers.reader, api.read, path, body)
+    if asked.model not in ("", name):
+        raise HTTPException(404, f"model {short(asked.model)}: is not served here; ask for {name!r}")
+    answer = await loop.run_in_executor(answers.reader, api.answer_to, answers, asked, loop)
+    reply = api.Reply.to(path, name)
+    if asked.stream:
+        events = _written(reply.events(answer, asked.stream_options))
+        return StreamingResponse(events, media_type="text/event-stream", background=BackgroundTask(answer.drop))
     try:
-        for event in events:
-            yield json.dumps(event)
-        yield "[DONE]"
+        return JSONResponse(await _while_there(request, reply.whole(answer)))
+    finally:
+        answer.drop()
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The body, of at most so many bytes; the rest of a longer one is passed over."""
+    body = bytearray()
+    if int(request.headers.get("content-length", 0)) <= most:
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                break
+        else:
+            return bytes(body)
+    raise HTTPException(413, f"a body of more than {most} bytes: no prompt that fits is as long; send less")
+
+
+async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work. Raises `ClientDisconnect`, and ends it, where whoever asked hangs up before."""
+    task = asyncio.create_task(work)
+    while not (await asyncio.wait([task], timeout=0.1))[0]:
+        if await request.is_disconnected():
+            task.cancel()
+            raise ClientDisconnect
+    return task.result()
+
+
+async def _written(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    """Server-sent events, `[DONE]` at their end; a failure is one of them, since the status has been sent."""
+    try:
+        async for event in events:
+            yield f"data: {json.dumps(event)}\n\n"
+        yield "data: [DONE]\n\n"
     except Exception as error:  # noqa: BLE001 (of this request; others are answered)
-        yield json.dumps(api.failure(500, f"{type(error).__name__}: {error}"))
+        yield f"data: {json.dumps(api.failure(*_reason(error)))}\n\n"
+
+
+def _refusal(request: Request, error: Exception) -> Response:
+    status, message = _reason(error)
+    if message == "Not Found":
+        path = short(request.scope["path"])
+        message = f"{path}: is not here; ask /v1/models, {', '.join(api.QUESTIONS)} or /metrics"
+    return _failure(status, message)
+
+
+def _reason(error: Exception) -> tuple[int, str]:
+    """Status and message of what ends a request."""
+    match error:
+        case HTTPException():
+            return error.status_code, error.detail
+        case QspecError():
+            return 400, str(error)
+        case Failed():
+            return 503 if isinstance(error, Stopped) else 500, str(error)
+    return 500, f"{type(error).__name__}: {error}"
+
+
+def _failure(status: int, message: str) -> Response:
+    return JSONResponse(api.failure(status, message), status)
