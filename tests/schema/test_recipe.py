@@ -239,8 +239,8 @@ recipes = st.builds(
             threshold=st.floats(0.01, 0.99),
             by_batch=st.just(((1, 4, 5), (8, 64, 0))),
         ),
-        temperature=st.floats(0, 1e30),
-        top_p=unit,
+        temperature=st.just(0.0) | st.floats(1e-30, 1e30),
+        top_p=st.floats(1e-30, 1),
         max_length=st.none() | st.integers(16, 10**9),
     ),
 )
