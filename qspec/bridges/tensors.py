@@ -168,8 +168,11 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
         plain[name] = value.clone() if storage in seen else value
         seen.add(storage)
     try:
+        Path(path).touch()
+        mode = Path(path).stat().st_mode  # as the umask has it; the library's file is its owner's alone
         safetensors.torch.save_file(plain, str(path), metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:  # instead of `OSError`, for a full disk too
+        Path(path).chmod(mode)
+    except (safetensors.SafetensorError, OSError) as error:  # the former for a full disk too
         fix = "choose an output folder with space and write permission"
         raise OutputError(str(path), f"cannot be written ({error})", fix) from error
 

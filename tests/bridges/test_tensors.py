@@ -1,6 +1,7 @@
 """safetensors files and folders."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from qspec.bridges.tensors import (
     read_tensors,
     weight_files,
     weights_sha256,
+    write_shards,
     write_tensors,
 )
 from qspec.errors import SourceError
@@ -118,3 +120,17 @@ def test_folder_without_usable_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(b"cut off")
     with pytest.raises(SourceError, match="not a readable safetensors file"):
         read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_get_the_modes_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
+    """Would catch weights that only their owner can read, beside a config that everybody can: the library's own way."""
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "one.safetensors", {"a": torch.zeros(2)})
+        write_tensors(tmp_path / "one.safetensors", {"a": torch.ones(2)})
+        write_shards(tmp_path, [("a", torch.zeros(2))])
+        (tmp_path / "config.json").write_text("{}")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {mode}
