@@ -127,6 +127,9 @@ class HubStore(FolderStore):
         """No: a new repository has files of the Hub's own, and what a commit replaces stays in its history."""
         return False
 
+    def finish(self, identity: str) -> None:
+        """Nothing is left of a commit."""
+
     def write(self, items: Sequence[Item], identity: str, stale: Sequence[str]) -> Iterator[str]:
         """As `FolderStore.write`, all at once; large files that an interrupted attempt has sent are not sent again."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi

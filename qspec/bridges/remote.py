@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from qspec.errors import OutputError, QspecError, SourceError
 
-MARKER = ".qspec-upload"
+MARKER, PART = ".qspec-upload", ".qspec-upload.partial"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class FolderStore:
     def holds_others(self) -> bool:
         """Whether files lie there that no attempt to write a pair has left."""
         with _explained(self.address, OutputError):
-            return self._marker() is None and bool(self._fs.find(self._root))
+            return self._marker() is None and bool(self._sizes().keys() - {PART})
 
     def fetch(self, name: str, size: int, to: Path) -> None:
         """Copy a file of `size` bytes to `to`; one that is missing, or of another size, is refused unread."""
@@ -77,20 +77,40 @@ class FolderStore:
         """Put `items` there in order, the last one being what makes the pair whole; yields each name when it is there.
 
         identity: of this pair; files that an interrupted attempt with the same one has left are not sent again.
-        stale: files that are no part of the pair and go first.
+        stale: files that are no part of the pair and go first. Whoever reads sees the pair that was there, none, or the
+        new one.
         """
         with _explained(self.address, OutputError):
             self._fs.makedirs(self._root, exist_ok=True)
-            kept = self._sizes() if self._marker() == identity else {}
-            for name in [items[-1].name, *stale]:
-                if self._size(name) is not None:
-                    self._fs.rm_file(self._at(name))
-            self._fs.pipe_file(self._at(MARKER), identity.encode())
-            for item in items:
+            *content, last = items
+            started, left = self._marker() or ("", [])
+            kept = self._sizes() if started == identity else {}
+            ours = {item.name for item in items}
+            self._replace(Item(MARKER, "\n".join([identity, *sorted({*ours, *stale, *left})]).encode()))
+            for name in [last.name, *sorted({*stale, *left} - ours)]:
+                self._remove(name)
+            for item in content:
                 if kept.get(item.name) != item.size or isinstance(item.content, bytes):
                     self._put(item)
                 yield item.name
-            self._fs.rm_file(self._at(MARKER))
+            self._replace(last)
+            yield last.name
+            self._remove(MARKER)
+
+    def finish(self, identity: str) -> None:
+        """Remove the marker of an attempt that ended once the pair was whole."""
+        with _explained(self.address, OutputError):
+            if (self._marker() or ("",))[0] == identity:
+                self._remove(MARKER)
+
+    def _replace(self, item: Item) -> None:
+        """Put a small file there in one step, where many file systems would show one that is being written."""
+        self._put(Item(PART, item.content))
+        self._fs.mv(self._at(PART), self._at(item.name))
+
+    def _remove(self, name: str) -> None:
+        if self._size(name) is not None:
+            self._fs.rm_file(self._at(name))
 
     def _put(self, item: Item) -> None:
         self._fs.makedirs(self._fs._parent(self._at(item.name)), exist_ok=True)
@@ -99,9 +119,12 @@ class FolderStore:
         else:
             self._fs.put_file(str(item.content), self._at(item.name))
 
-    def _marker(self) -> str | None:
-        raw = None if self._size(MARKER) is None else self._fs.cat_file(self._at(MARKER))
-        return None if raw is None else str(raw.decode(errors="replace"))
+    def _marker(self) -> tuple[str, list[str]] | None:
+        """What an interrupted attempt was to write, and files that it may have left; None if there was none."""
+        if self._size(MARKER) is None:
+            return None
+        identity, *names = self._fs.cat_file(self._at(MARKER)).decode(errors="replace").split("\n")
+        return identity, names
 
     def _size(self, name: str) -> int | None:
         """Bytes of a file, None if it is not there. A failure is no absence, as it is to fsspec's `exists`."""
