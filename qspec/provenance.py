@@ -1,6 +1,6 @@
 """Where a result comes from and how it reaches the disk: digests, versions, the machine, writes without halves."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 import errno
 import fcntl
@@ -42,6 +42,8 @@ INSTRUCTION_SETS = (
     "sve",
 )
 """CPU flags that decide which kernels run, spelled as in /proc/cpuinfo (x86 `flags`, Arm `Features`)."""
+_LEFTOVERS = ("partial", "previous")
+"""Endings of hidden names: what is being written, and what a new folder replaces."""
 
 
 def sha256_file(path: str | Path) -> str:
@@ -109,17 +111,20 @@ def require_space(path: str | Path, size: int) -> None:
         raise OutputError(str(path), rule, "free some space or choose an output folder on another disk")
 
 
-def atomic_write(path: str | Path, content: bytes | str) -> None:
+def atomic_write(path: str | Path, content: bytes | str, scratch: Path | None = None) -> None:
     """Write a whole file or nothing (text as UTF-8); makes missing parent folders. Raises `OutputError`."""
-    with atomic_file(path) as file:
+    with atomic_file(path, scratch) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file that takes its place when the block ends, and vanishes when the block raises. Raises `OutputError`."""
+def atomic_file(path: str | Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
+    """A file that takes its place when the block ends, and vanishes when the block raises. Raises `OutputError`.
+
+    scratch: folder on the same disk in which the file is written; None: the file's own.
+    """
     path = Path(path)
-    part = path.with_name(f".{path.name}.partial")
+    part = (scratch or path.parent) / f".{path.name}.partial"
     with _output_errors(path):
         require_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,14 +143,18 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 def staged_dir(final: str | Path) -> Iterator[Path]:
     """An empty folder beside `final` that takes its place when the block ends, and vanishes when the block raises.
 
-    Readers see the old folder or the new one, never half of one; what a killed process left is cleaned up, and an old
-    folder it had set aside is put back, by the next call. One writer per folder. A full disk raises `OutputError`.
+    Readers never see half of a folder. They see none for a moment where a new one replaces an old one, and `restore`
+    puts the old one back if the process was killed then; a folder that others read is replaced by `add_version`. What a
+    killed process left is cleaned up by the next call. One writer per folder. A full disk raises `OutputError`.
     """
     final = Path(final)
-    part, previous = (final.with_name(f".{final.name}.{suffix}") for suffix in ("partial", "previous"))
+    part, previous = (final.with_name(f".{final.name}.{suffix}") for suffix in _LEFTOVERS)
     with _output_errors(final):
         final.parent.mkdir(parents=True, exist_ok=True)
-        _recover(final, part, previous)
+        restore(final)
+        for leftover in (part, previous):
+            if leftover.exists():
+                shutil.rmtree(leftover)
         part.mkdir()
     try:
         with _output_errors(final, only=(errno.ENOSPC, errno.EDQUOT)):
@@ -155,6 +164,46 @@ def staged_dir(final: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def restore(final: Path) -> None:
+    """Put back the folder that `staged_dir` had set aside for a new one when its process was killed, if it did."""
+    previous = final.with_name(f".{final.name}.previous")
+    if previous.exists() and not final.exists():
+        with suppress(FileNotFoundError):  # another process of the same job was first
+            previous.rename(final)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a writer that was killed left this path half-written; the next writer takes its place."""
+    return path.name.startswith(".") and path.name.endswith(tuple(f".{suffix}" for suffix in _LEFTOVERS))
+
+
+def add_version(parent: Path, source: Path) -> Path:
+    """Copy the folder `source` to one below `parent` that is named for what it holds; returns that folder.
+
+    This is how part of a finished folder changes: nothing that is there is touched, and a new version counts from the
+    moment at which `atomic_write` replaces a file that names it. A process that is killed leaves the old whole or the
+    new one, and versions that nothing names: readers ignore them, and the next change begins with `drop_unnamed`. Until
+    then who had begun to read the old version goes on to find it.
+    """
+    digest = sha256_folder(source)
+    version = parent / digest[:16]
+    if not (version.is_dir() and sha256_folder(version) == digest):
+        with staged_dir(version) as part:
+            for path in (path for path in source.rglob("*") if path.is_file()):
+                atomic_write(part / path.relative_to(source), path.read_bytes())
+    return version
+
+
+def drop_unnamed(parent: Path, named: Collection[Path]) -> None:
+    """Remove the files below `parent` that are not `named`, and folders that are empty then."""
+    for path in sorted(parent.rglob("*"), reverse=True):  # what a folder holds before the folder
+        if path.is_dir():
+            if not any(path.iterdir()):
+                path.rmdir()
+        elif path not in named:
+            path.unlink()
 
 
 @contextmanager
@@ -181,14 +230,6 @@ def _lock(descriptor: int, folder: str | Path) -> None:
     except BlockingIOError:
         fix = "wait until it ends, or choose another --out"
         raise OutputError(str(folder), "is written by another qspec that runs now", fix) from None
-
-
-def _recover(final: Path, part: Path, previous: Path) -> None:
-    if previous.exists() and not final.exists():
-        previous.rename(final)
-    for leftover in (part, previous):
-        if leftover.exists():
-            shutil.rmtree(leftover)
 
 
 def _swap(part: Path, final: Path, previous: Path) -> None:

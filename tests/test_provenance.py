@@ -10,8 +10,12 @@ import pytest
 from qspec import provenance
 from qspec.errors import OutputError
 from qspec.provenance import (
+    add_version,
+    atomic_file,
     atomic_write,
+    drop_unnamed,
     environment,
+    is_leftover,
     require_file,
     require_space,
     require_writable,
@@ -205,3 +209,37 @@ def test_write_never_replaces_what_is_no_file(tmp_path):
         with pytest.raises(OutputError, match="exists and is no file"):
             atomic_write(tmp_path / name, "text")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_version_counts_when_it_is_named(tmp_path):
+    """Would catch a new version that touches the old one, a damaged copy taken for it, and old ones that stay."""
+    parent, source = tmp_path / "report", tmp_path / "source"
+    versions = []
+    for text in ("old", "new", "old"):
+        atomic_write(source / "deep" / "f", text)
+        versions.append(add_version(parent, source))
+    old, new, again = versions
+    assert again == old != new
+    assert [(path / "deep" / "f").read_text() for path in (old, new)] == ["old", "new"]
+    (old / "deep" / "f").write_text("damaged")
+    assert (add_version(parent, source) / "deep" / "f").read_text() == "old"
+    (parent / ".x.partial").mkdir()
+    drop_unnamed(parent, {new / "deep" / "f"})
+    assert names(parent) == {new.name}
+    assert (new / "deep" / "f").read_text() == "new"
+
+
+def test_what_a_killed_writer_leaves_is_known(tmp_path):
+    """Would catch a run refused as a folder of something else, for a file that an earlier attempt had begun."""
+    assert is_leftover(tmp_path / ".recipe.yaml.partial")
+    assert is_leftover(tmp_path / ".pair.previous")
+    assert not any(is_leftover(tmp_path / name) for name in ("recipe.partial", ".hidden", "partial"))
+
+
+def test_a_file_can_be_written_elsewhere_first(tmp_path):
+    """Would catch a half-written file where a reader takes every file for one that belongs there."""
+    (tmp_path / "scratch").mkdir()
+    with atomic_file(tmp_path / "f", tmp_path / "scratch") as file:
+        file.write(b"whole")
+        assert names(tmp_path) == {"scratch"}
+    assert names(tmp_path) == {"scratch", "f"}

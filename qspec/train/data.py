@@ -87,8 +87,11 @@ def make_data(
     Files that were made of something else are made anew. Processes share the files of a stage.
     """
     rank, world = rank_and_world()
-    for stage in stages if rank == 0 else ():
-        _claim(folder, stage, progress)
+    if rank == 0:
+        for leftover in folder.glob(".*"):  # of a call that was killed
+            leftover.unlink()
+        for stage in stages:
+            _claim(folder, stage, progress)
     barrier()
     for stage in stages:
         own = range(rank, len(stage.parts), world)

@@ -18,7 +18,7 @@ from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import OutputError, RecipeError
 from qspec.numerics.speculation.speculator import expected_tokens, rate_at
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, digest_of, environment, staged_dir
+from qspec.provenance import atomic_write, digest_of, environment, restore, staged_dir
 from qspec.records import QuantizedModel
 from qspec.schema.training import Loss, TrainingSpec
 from qspec.train.processes import average, first, rank_and_world
@@ -255,6 +255,7 @@ def _settings(seed: int, spec: TrainingSpec, made_of: Sequence[Mapping[str, Any]
 
 def _stored(folder: Path, settings: str) -> Course | None:
     """Where the training stands whose checkpoint is in `folder`, if there is one."""
+    restore(folder)
     if not (folder / _STATE).exists():
         return None
     course = Course(**json.loads((folder / _STATE).read_text()))

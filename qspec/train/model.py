@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
+import shutil
 from typing import Any
 
 import torch
@@ -181,10 +181,12 @@ def _trainable(kept: LoadedModel, spec: DistillSpec, folder: Path, rank: int) ->
 
 def _export(recipe: Recipe, learner: ModelLearner, kept: LoadedModel, out: Path, said: dict[str, Any]) -> None:
     """The trained draft with the target's tokenizer and the config of its layers, and what it says of itself."""
-    with TemporaryDirectory(dir=out) as written, staged_dir(out / "draft") as part:
+    with staged_dir(out / "draft") as part:
+        written = part / "written"
         learner.module.save_pretrained(written)
-        kept.tokenizer.save(Path(written))
+        kept.tokenizer.save(written)
         trained = replace(kept, tensors=load_folder(written).tensors)
         compressed.write_float(trained, part, stored_dtype(recipe, kept))
+        shutil.rmtree(written)
         (part / FACTS).write_text(json.dumps(said, indent=1) + "\n")
         (part / CURVE).write_bytes((out / "training" / CURVE).read_bytes())

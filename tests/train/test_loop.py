@@ -96,6 +96,16 @@ def test_a_resumed_training_ends_with_the_same_weights(tmp_path, monkeypatch):
         assert torch.equal(mine, its)
 
 
+def test_a_checkpoint_that_was_set_aside_is_found(tmp_path, monkeypatch):
+    """Would catch hours of training begun anew for a process killed while it replaced one checkpoint by the next."""
+    trained(tmp_path)
+    folder = tmp_path / train_draft.CHECKPOINT
+    folder.rename(folder.with_name(f".{folder.name}.previous"))
+    monkeypatch.setattr(train_draft, "_save", None)  # nothing is left to train
+    trained(tmp_path)
+    assert folder.is_dir()
+
+
 def test_a_training_with_other_settings_is_not_resumed(tmp_path):
     """Would catch weights of another schedule, or of other layers, that are taken for a beginning."""
     trained(tmp_path)
