@@ -123,6 +123,12 @@ def _outside_pairs(out: Path | None) -> Path | None:
     return out
 
 
+def _pulled(out: Path) -> Path:
+    """The folder of a pulled pair, which may be there already, refused in another one."""
+    _outside_pairs(out.absolute().parent)
+    return out
+
+
 _output = partial(typer.Option, metavar="DIR", callback=_outside_pairs)
 """An option whose value is written to."""
 
@@ -368,6 +374,9 @@ def evaluate(
     python: Annotated[
         Path | None, typer.Option(metavar="FILE", envvar="QSPEC_VLLM", help="Of backend vllm: its interpreter.")
     ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Also put it into the pair, in place of the same measurements there.")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Measure the accuracy of a finished pair anew, by its own engine, transformers, vLLM, or running servers.
@@ -380,7 +389,7 @@ def evaluate(
 
     urls = {"original": original, "quantized": quantized}
     told = [f"evaluation.api.{arm}={url}" for arm, url in urls.items() if url is not None]
-    results = evaluate_pair(pair, out, (*told, *(overrides or ())), backend, python, more=context.args)
+    results = evaluate_pair(pair, out, (*told, *(overrides or ())), backend, python, more=context.args, keep=keep)
     for task in results.accuracy.tasks:
         print(f"{task.task} ({task.backend}): {task.verdict}")
     print(f"{out}/report.html: written")
@@ -641,7 +650,7 @@ def publish(
 @app.command()
 def pull(
     address: Annotated[str, typer.Argument(help="Where a pair was published: hf://org/name, a folder, s3://…")],
-    out: Annotated[Path, typer.Argument(metavar="DIR", callback=_outside_pairs, help="Folder to make.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", callback=_pulled, help="Folder to make.")],
 ) -> None:
     """Fetch a published pair; every file is verified before anything of it is loaded. An interrupted pull goes on."""
     from qspec import publish as stage

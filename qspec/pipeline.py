@@ -1,6 +1,6 @@
 """The main job: recipe in, proven pair and report out. It reads top to bottom; every value is made once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 import shutil
@@ -8,22 +8,24 @@ from typing import TypeVar
 
 from qspec.bridges import compressed
 from qspec.errors import OutputError, RecipeError
-from qspec.measure.arms import Arms, Originals, load_originals, measure_accuracy, original_runs, own_arms
+from qspec.measure.arm import Arm
+from qspec.measure.arms import Arms, Originals, load_originals, measure_accuracy, original_runs, own_arms, provenance_of
 from qspec.measure.bench import bench
 from qspec.measure.rehearse import rehearse
 from qspec.models.load import load, resolve_model, source_dtype
 from qspec.models.vocab import limited
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import engine_name
-from qspec.pair.check import check, read_manifest, weight_digests
+from qspec.pair.check import check, read_manifest
 from qspec.pair.open import LoadedPair, open_pair
-from qspec.pair.package import package, refuse_guessed, seal
+from qspec.pair.package import package, refuse_guessed, seal, tidy
 from qspec.planning.planned import PlannedPair, plan_half
 from qspec.planning.preview import admit
 from qspec.progress import Progress, setup_log
 from qspec.provenance import (
     atomic_write,
     environment,
+    is_leftover,
     require_space,
     require_writable,
     sole_writer,
@@ -34,6 +36,7 @@ from qspec.quantization.job import Calibration, quantize_model, quantized_half
 from qspec.records import QuantizedModel
 from qspec.report.page import report
 from qspec.schema.drafts import DraftSpec, MlpDraft, ModelDraft
+from qspec.schema.manifest import Manifest
 from qspec.schema.quantization import ModelSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
 from qspec.schema.results import Accuracy, Record, Results, Speed
@@ -59,6 +62,8 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
     out, progress = Path(out), progress or Progress()
     planned = admit(recipe)
     if _is_complete(recipe, out, resume):
+        with sole_writer(out):
+            _clean(out)
         progress.say(f"{out} is complete already")
         return out / "pair"
     _require_room(planned, out)
@@ -83,15 +88,22 @@ def _make(recipe: Recipe, originals: Originals, out: Path, progress: Progress) -
         progress.stage("package and verify")
         package(target, draft, recipe, out, originals.head)
     arms = Arms(recipe, originals, open_pair(pair))
-    accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: measure_accuracy(arms, out, progress))
+    accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: measure_accuracy(arms, out / "work", progress))
     speed = None
     if recipe.device == "cpu" or isinstance(arms.pair.target, CudaDecoder):
         speed = _kept(out / "work/speed.json", Speed, lambda: _bench(arms, progress))
-    results = _results(recipe, arms.pair, accuracy, speed)
+    engine = engine_name(arms.pair.target)
+    results = results_of(arms.pair.manifest, recipe, accuracy, speed, engine=engine)
     progress.stage("report")
     report(results, out / "report")
     seal(pair, results.model_dump(mode="json"), out / "report")
-    shutil.rmtree(out / "work")
+    _clean(out)
+
+
+def _clean(out: Path) -> None:
+    """Remove what a complete run needs no longer."""
+    tidy(out / "pair")
+    shutil.rmtree(out / "work", ignore_errors=True)
 
 
 def _same_source(pair: Path, originals: Originals) -> None:
@@ -157,11 +169,13 @@ def quantize_checkpoint(
     validate_plan(planned.plan, planned.arch)
     if spec.engine == "qspec" and spec.method == "gptq":
         require_judge(range(calibration.samples))
+    work = out.with_name(f".{out.name}.work")
     if out.exists():
+        shutil.rmtree(work, ignore_errors=True)  # of a call that was killed once the checkpoint was there
         raise OutputError(str(out), "exists already", "choose another folder")
     require_writable(out)
     loaded = load(model)
-    work, dtype = out.with_name(f".{out.name}.work"), source_dtype(loaded.config)
+    dtype = source_dtype(loaded.config)
     text = Calibration(calibration, loaded.tokenizer, 0, progress)
     quantized = quantize_model(loaded, spec, fusion or FusionSpec(), text, work, dtype)
     with staged_dir(out) as part:
@@ -172,25 +186,29 @@ def quantize_checkpoint(
 
 def _bench(arms: Arms, progress: Progress) -> Speed:
     """{original, quantized} x {plain, speculative}, and prompt lookup, which every draft with weights must beat."""
+    return measure_speed(arms.pair, {**original_runs(arms), **own_arms(arms.pair)}, progress)
+
+
+def measure_speed(pair: LoadedPair, arms: Mapping[str, Arm], progress: Progress) -> Speed:
+    """The benchmark of the pair's recipe on `arms`, and the proof that its drafts leave its output as it is."""
     progress.stage("benchmark")
-    runs, model = {**original_runs(arms), **own_arms(arms.pair)}, arms.pair.model
-    return bench(runs, model.tokenizer, arms.recipe, progress, eos_ids=model.arch.eos_ids, prove="quantized")
+    model = pair.model
+    speed = bench(arms, model.tokenizer, pair.recipe, progress, eos_ids=model.arch.eos_ids, prove="quantized")
+    return speed.model_copy(update={"provenance": provenance_of(pair, draft=True)})
 
 
-def _results(recipe: Recipe, pair: LoadedPair, accuracy: Accuracy, speed: Speed | None) -> Results:
-    notes = {"target": pair.model.notes}
-    if pair.draft.model is not None:
-        notes["draft"] = pair.draft.model.notes
-    elsewhere = f"Speed was not measured: this run had no GPU, and the pair is for {recipe.device} (measure it there)."
+def results_of(
+    manifest: Manifest, recipe: Recipe, accuracy: Accuracy | None = None, speed: Speed | None = None, **facts: str
+) -> Results:
+    """What was measured of a pair under `recipe`, here. facts: of the environment, beside versions and machine."""
+    halves = {"target": manifest.target, "draft": manifest.draft}
     return Results(
         name=recipe.name,
         recipe=recipe.as_dict(),
-        environment={**environment(), "engine": engine_name(pair.target)},
-        digests=weight_digests(pair.manifest),
-        accuracy=accuracy,
+        environment={**environment(), **facts},
+        accuracy=accuracy or Accuracy(),
         speed=speed,
-        notes=notes,
-        limits=() if speed is not None else (elsewhere,),
+        notes={name: half.notes for name, half in halves.items() if half.notes},
     )
 
 
@@ -198,7 +216,7 @@ def _is_complete(recipe: Recipe, out: Path, resume: bool) -> bool:
     """Whether `out` holds the finished run of this recipe; raises `OutputError` if it may not be written to."""
     saved = out / "recipe.yaml"
     if not saved.exists():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if out.exists() and not (out.is_dir() and all(map(is_leftover, out.iterdir()))):
             raise OutputError(str(out), "is not an empty folder", "choose another --out")
         return False
     if not resume:

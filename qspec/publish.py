@@ -11,9 +11,9 @@ from qspec.bridges.hub import HubStore, card_header
 from qspec.bridges.remote import FolderStore, Item
 from qspec.errors import IntegrityError, OutputError, PairError
 from qspec.pair.check import check, measured, read_manifest, stale
-from qspec.provenance import require_space, sha256_file
+from qspec.provenance import drop_unnamed, require_space, sha256_file
 from qspec.report.verdict import blockers
-from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
+from qspec.schema.manifest import NAME, REPORT, FileEntry, Half, Manifest
 from qspec.schema.results import Results
 
 CARD = "README.md"
@@ -75,14 +75,15 @@ def prepare(pair: Path, to: str, license: str | None = None, override: str | Non
     if "://" not in to and Path(to).resolve().is_relative_to(pair.resolve()):
         raise OutputError(to, f"lies in the pair, {pair}", "publish it elsewhere")
     check(pair)
-    manifest, results = read_manifest(pair), measured(pair)
+    manifest = read_manifest(pair)
+    results = measured(pair, manifest)
     override = (override or "").strip()
     against = ["nothing was measured"] if results is None else [*blockers(results), *stale(manifest, results)]
     if against and not override:
         fix = 'mend it, or publish in spite of it: --despite "the reason", which the card will say'
         raise PairError(str(pair), f"is not to be published: {'; '.join(against)}", fix)
     told = f"{override} ({'; '.join(against)})" if against and override else None
-    report = pair / "report" / "report.md"
+    report = pair / (manifest.report or REPORT) / "report.md"
     text = report.read_text(encoding="utf-8") if report.exists() else ""
     readme = card(manifest, results, text, to, license, told)
     items = [Item(entry.path, pair / entry.path) for entry in manifest.files]
@@ -99,6 +100,7 @@ def publish(publication: Publication, to: str, *, replace: bool = False, private
     raw, ours = store.read(NAME, MOST_MANIFEST), publication.items[-1].content
     assert isinstance(ours, Path)
     if raw == ours.read_bytes():
+        store.finish(publication.identity)
         return False
     if raw is not None and not replace:
         raise OutputError(to, "holds another pair", "publish to another address, or take its place with --replace")
@@ -114,20 +116,26 @@ def publish(publication: Publication, to: str, *, replace: bool = False, private
 def pull(address: str, out: Path, told: Told) -> Path:
     """Fetch a pair to the folder `out`, which appears whole and checked, or not at all; an interrupted pull goes on.
 
-    Raises `SourceError` for what is not there, `IntegrityError` for what is not what its manifest says.
+    Raises `SourceError` for what is not there, `IntegrityError` for what is not what its manifest says, `OutputError`
+    where `out` is something else than that pair.
     """
-    if out.exists():
+    if out.exists() and not (out / NAME).is_file():
         raise OutputError(str(out), "exists", "give another folder, or remove it")
     store = _store(address)
     raw = store.read(NAME, MOST_MANIFEST)
     if raw is None:
         raise IntegrityError(f"{address}/{NAME}", "is missing", "give the address of a published pair")
+    if out.exists():
+        if (out / NAME).read_bytes() != raw:
+            raise OutputError(str(out), "exists, and is another pair", "give another folder, or remove it")
+        check(out)
+        return out
     manifest, part = Manifest.parse(raw), out.with_name(f".{out.name}.pulled")
     require_space(part, sum(entry.bytes for entry in manifest.files))
+    drop_unnamed(part, {part / entry.path for entry in manifest.files})  # of an earlier attempt, at another pair
     for entry in manifest.files:
         _fetch(store, entry, part / entry.path)
         told(entry.path)
-    _drop_others(part, {entry.path for entry in manifest.files})
     (part / NAME).write_bytes(raw)
     check(part)
     part.rename(out)
@@ -157,13 +165,6 @@ def _fetch(store: FolderStore, entry: FileEntry, to: Path) -> None:
         partial.unlink()
         raise IntegrityError(entry.path, "was changed: its sha256 differs", "fetch an intact copy")
     partial.replace(to)
-
-
-def _drop_others(folder: Path, names: set[str]) -> None:
-    """Files that an earlier attempt, at another pair, left."""
-    for path in folder.rglob("*"):
-        if path.is_file() and path.relative_to(folder).as_posix() not in names:
-            path.unlink()
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

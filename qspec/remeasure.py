@@ -1,6 +1,7 @@
 """The accuracy of a finished pair, measured anew: by this process, by vLLM, or by servers that run already."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 import shutil
@@ -18,12 +19,13 @@ from qspec.models.load import load, locate
 from qspec.models.vocab import match_rows
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import engine_name
-from qspec.pair.check import check, examine, measured, read_manifest, recipe_of, weight_digests
+from qspec.pair.check import check, examine, measured, overridden, provenance, read_manifest, recipe_of, stale
 from qspec.pair.drafters.registry import kind_of
 from qspec.pair.open import LoadedPair, compute_dtype, open_pair
 from qspec.pair.package import seal
+from qspec.pipeline import measure_speed, results_of
 from qspec.progress import Progress
-from qspec.provenance import environment, require_writable, staged_dir
+from qspec.provenance import require_writable, sole_writer, staged_dir
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.report.page import report
 from qspec.report.verdict import losslessness
@@ -66,11 +68,14 @@ def evaluate_pair(
     python: Path | None = None,
     progress: Progress | None = None,
     more: Sequence[str] = (),
+    keep: bool = False,
 ) -> Results:
     """Run the evaluation of a pair's recipe under `overrides`; results and report go to `out`.
 
     backend: who answers all tasks, in place of what each names. python: interpreter of vLLM's environment; more:
-    arguments of its servers, which come last. Raises `RecipeError` for overrides of anything but the evaluation.
+    arguments of its servers, which come last. keep: whether it takes the place of the same measurements in the pair's
+    own report and manifest; the others stay. Raises `RecipeError` for overrides of anything but the evaluation, and,
+    to be kept, for answers of what may be another model.
     """
     pair, out, progress = Path(pair), Path(out), progress or Progress()
     made = recipe_of(read_manifest(pair))
@@ -78,22 +83,25 @@ def evaluate_pair(
     if more and not any("vllm" in task.backends for task in recipe.evaluation.tasks):
         rule = "goes to vLLM's servers, and no task is answered by vLLM"
         raise RecipeError(" ".join(more), rule, "drop it, or add --backend vllm")
+    if keep:
+        _require_own(recipe, more)
     require_new(out)
-    target = examine(pair)[1]["target"]
-    with staged_dir(out) as part:
-        job = Job(recipe, pair, target, part, python or Path(sys.executable), progress, more)
-        served = [*_by_running(job), *_by_vllm(job)]
-        accuracy = _own(job)
-        results = Results(
-            name=recipe.name,
-            recipe=recipe.as_dict(),
-            environment=environment(),
-            digests=weight_digests(read_manifest(pair)),
-            accuracy=accuracy.model_copy(update={"tasks": (*accuracy.tasks, *served)}),
-            limits=("Speed was not measured in this run.",),
-        )
-        report(results, part)
-    return results
+    with sole_writer(pair) if keep else nullcontext(), staged_dir(out) as part:
+        target, manifest, work = examine(pair)[1]["target"], read_manifest(pair), part / "work"
+        job = Job(recipe, pair, target, work, python or Path(sys.executable), progress, more)
+        served = Accuracy(tasks=(*_by_running(job), *_by_vllm(job)))
+        accuracy = served.measured_on(provenance(manifest, recipe, draft=False)).updated(_own(job))
+        shutil.rmtree(work, ignore_errors=True)
+        return write_results(results_of(manifest, recipe, accuracy), part, pair if keep else None, progress)
+
+
+def _require_own(recipe: Recipe, more: Sequence[str]) -> None:
+    """Refuse to keep what may be of another model than the pair's target."""
+    fix = "leave out --keep"
+    if any("api" in task.backends for task in recipe.evaluation.tasks):
+        raise RecipeError("backend api", "does not show that the server runs this pair's files", fix)
+    for reason in overridden(more):
+        raise RecipeError(" ".join(more), reason, fix)
 
 
 def _by(recipe: Recipe, backend: Backend | None) -> Recipe:
@@ -146,15 +154,6 @@ def _own(job: Job) -> Accuracy:
     return measure_accuracy(arms, job.work, job.progress)
 
 
-NO_ACCURACY = "Accuracy was not measured in this run."
-
-
-EARLIER = "Accuracy was measured earlier"
-
-
-NO_ORIGINAL = "The original was not run: nothing here is a speedup over it."
-
-
 def bench_pair(
     pair: str | Path,
     out: str | Path,
@@ -166,53 +165,26 @@ def bench_pair(
     """Run the benchmark of a pair's recipe under `overrides`; results and report go to `out`.
 
     original: whether the model that the pair was made from, read where its recipe has it, is measured beside it. keep:
-    whether speed and proof take the place of those in the pair's own report and manifest; its accuracy stays there.
+    whether speed and proof take the place of those in the pair's own report and manifest; its accuracy stays there, and
+    goes on to say which files it was measured on.
     Raises `RecipeError` for overrides of more than benchmark and, without `keep`, speculation, and `PairError` on
     another kind of device than the pair's.
     """
     pair, out, progress = Path(pair), Path(out), progress or Progress()
-    manifest = read_manifest(pair)
     sections = ("benchmark",) if keep else ("benchmark", "speculation")
-    recipe = asked(recipe_of(manifest), overrides, *sections)
+    recipe = asked(recipe_of(read_manifest(pair)), overrides, *sections)
     require_new(out)
-    check(pair)
-    with staged_dir(out) as part:
+    with sole_writer(pair) if keep else nullcontext(), staged_dir(out) as part:
+        check(pair)
         progress.stage("load")
         opened = open_pair(pair, recipe=recipe)
         _require_device(opened)
         arms = {**(_originals(opened) if original else {}), **own_arms(opened)}
-        progress.stage("benchmark")
-        model = opened.model
-        speed = bench(arms, model.tokenizer, recipe, progress, eos_ids=model.arch.eos_ids, prove="quantized")
-        results = Results(
-            name=recipe.name,
-            recipe=recipe.as_dict(),
-            environment={**environment(), "engine": engine_name(opened.target)},
-            digests=weight_digests(manifest),
-            speed=speed,
-            limits=(NO_ACCURACY, *(() if original else (NO_ORIGINAL,))),
-        )
-        if keep:
-            results = _beside_accuracy(results, measured(pair))
-        report(results, part)
-    if keep:
-        seal(pair, results.model_dump(mode="json"), out)
+        speed = measure_speed(opened, arms, progress)
+        measured = results_of(opened.manifest, recipe, speed=speed, engine=engine_name(opened.target))
+        results = write_results(measured, part, pair if keep else None, progress)
     progress.close()
     return results
-
-
-def _beside_accuracy(results: Results, before: Results | None) -> Results:
-    """With the accuracy that was measured of the same halves earlier, and where."""
-    if before is None or before.digests != results.digests or before.accuracy == Accuracy():
-        return results
-    where = before.environment.get("cpu", "another machine")
-    first = f"{EARLIER} ({where}, qspec {before.environment.get('qspec', 'unknown')})."
-    earlier = next((limit for limit in before.limits if limit.startswith(EARLIER)), first)
-    limits = (earlier, *(limit for limit in results.limits if limit != NO_ACCURACY))
-    told = results.recipe | {"evaluation": before.recipe.get("evaluation")}
-    return results.model_copy(
-        update={"accuracy": before.accuracy, "notes": before.notes, "limits": limits, "recipe": told}
-    )
 
 
 def _require_device(pair: LoadedPair) -> None:
@@ -262,6 +234,24 @@ def load_original(spec: ModelSpec, half: Half) -> LoadedModel:
         rule = f"has weights with sha256 {model.source['sha256']}, the pair was made from {made_from.get('sha256')}"
         raise SourceError(spec.model, rule, "bring back the weights that its pair.json names")
     return model
+
+
+def write_results(new: Results, folder: Path, pair: Path | None, progress: Progress) -> Results:
+    """Report on what was measured in `folder`; returns that.
+
+    pair: the one to put it into, in place of the same measurements and beside all others; None leaves the pair alone.
+    """
+    if pair is None:
+        report(new, folder)
+        return new
+    manifest = read_manifest(pair)
+    before = measured(pair, manifest)
+    results = before.updated(new) if before is not None else new
+    report(results, folder)
+    seal(pair, results.model_dump(mode="json"), folder)
+    for reason in stale(manifest, results):
+        progress.say(f"still to be measured again: {reason}")
+    return results
 
 
 def prove_pair(folder: Path) -> list[str]:

@@ -3,13 +3,21 @@
 from pathlib import Path
 from typing import Any
 
+from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.models.layers import truncate_layers
+from qspec.pair.check import provenance, read_manifest
+from qspec.pair.package import seal
+from qspec.provenance import sha256_file
 from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
+from qspec.report.page import report
+from qspec.schema.manifest import NAME
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe
+from qspec.schema.results import Results
 from qspec.schemes.build import build_plan
+from tests.example_results import example
 from tests.observed import load, observe
 from tests.tiny import tiny_model
 
@@ -34,3 +42,35 @@ def halves(folder: Path) -> tuple[QuantizedModel, QuantizedModel]:
     draft = QuantSpec.model_validate(DRAFTS["self"]["quantization"])
     target = fuse(quantize(model, stats, build_plan(recipe().target.quantization)))
     return target, fuse(quantize(truncate_layers(model, 1), stats, build_plan(draft)))
+
+
+def measured_of(pair: Path, made: Recipe) -> Results:
+    """Made-up results that say they are of a pair: accuracy of its target, speed of both halves."""
+    manifest, results = read_manifest(pair), example()
+    assert results.speed is not None
+    target, both = (provenance(manifest, made, draft=draft) for draft in (False, True))
+    parts = {"accuracy": results.accuracy.measured_on(target), "recipe": made.as_dict()}
+    return results.model_copy(update={**parts, "speed": results.speed.model_copy(update={"provenance": both})})
+
+
+def put(results: Results, pair: Path, folder: Path) -> None:
+    """Seal a pair with results."""
+    report(results, folder)
+    seal(pair, results.model_dump(mode="json"), folder)
+
+
+def change(pair: Path, half: str, ending: str, factor: float) -> None:
+    """Multiply the first tensor of a half whose name ends so, and write digest and manifest anew, as a forger would."""
+    path = pair / half / "model.safetensors"
+    tensors = dict(read_tensors(path))
+    name = min(name for name in tensors if name.endswith(ending))
+    write_tensors(path, {**tensors, name: tensors[name] * factor})
+    redo(pair)
+
+
+def redo(pair: Path) -> None:
+    """A manifest with the digests of the files as they are."""
+    manifest = read_manifest(pair)
+    found = ((entry, pair / entry.path) for entry in manifest.files)
+    files = [e.model_copy(update={"sha256": sha256_file(p), "bytes": p.stat().st_size}) for e, p in found]
+    (pair / NAME).write_bytes(manifest.model_copy(update={"files": tuple(files)}).dump())

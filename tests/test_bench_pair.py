@@ -8,12 +8,13 @@ import pytest
 
 from qspec.cli import main
 from qspec.measure import bench as stage
-from qspec.pair.check import measured, read_manifest, weight_digests
-from qspec.pair.package import package, seal
-from qspec.report.page import report
+from qspec.pair.check import measured, read_manifest, stale
+from qspec.pair.package import package
+from qspec.provenance import sole_writer
+from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
-from tests.example_results import example
-from tests.pairs import halves, recipe
+from tests.pairs import change, halves, measured_of, put, recipe
+from tests.tiny import TEXT
 
 Capture = pytest.CaptureFixture[str]
 
@@ -46,7 +47,8 @@ def test_a_finished_pair_is_timed_and_proved_anew(made: Path, tmp_path: Path, ca
     assert [arm.arm for arm in found.speed.arms] == names
     assert [(proof.n, proof.equal) for proof in found.speed.equality] == [(2, 2)] * 3
     assert found.speed.arms[2].weight_bytes < found.speed.arms[0].weight_bytes / 2
-    assert found.digests
+    assert found.speed.provenance is not None
+    assert {path.partition("/")[0] for path in found.speed.provenance.files} == {"target", "draft"}
     assert (made / "pair/pair.json").read_bytes() == before
     assert main(["report", str(tmp_path / "new"), "--fail-if", "lossless<1", "--fail-if", "tokens_s<0.001"]) == 0
     assert main(["bench", str(made / "pair"), "--out", str(tmp_path / "new")]) == 2
@@ -66,7 +68,7 @@ def test_a_pair_is_timed_without_its_original(made: Path, tmp_path: Path, capsys
     found = Results.read(tmp_path / "new/results.json")
     assert found.speed is not None
     assert [arm.arm for arm in found.speed.arms] == ["quantized", "quantized + draft", "quantized + prompt lookup"]
-    assert any("original was not run" in limit for limit in found.limits)
+    assert "The original was not run" in (tmp_path / "new/report.md").read_text(encoding="utf-8")
     assert main(["report", str(tmp_path / "new"), "--fail-if", "speedup<1"]) == 2  # not measured is no pass
     assert main(["report", str(tmp_path / "new"), "--fail-if", "speculation<0.001"]) == 0
 
@@ -110,24 +112,111 @@ def test_another_device_is_not_timed_here(made: Path, tmp_path: Path, capsys: Ca
 def test_a_pair_can_carry_what_was_measured_later(made: Path, tmp_path: Path, capsys: Capture) -> None:
     """Would catch a pair whose speed and proof can only be those of where it was made, or whose accuracy is lost."""
     pair = Path(shutil.copytree(made / "pair", tmp_path / "pair"))
-    before = example().model_copy(update={"digests": weight_digests(read_manifest(pair)), "speed": None})
-    report(before, tmp_path / "report")
-    seal(pair, before.model_dump(mode="json"), tmp_path / "report")
+    before = measured_of(pair, _recipe_of(pair)).model_copy(update={"speed": None})
+    put(before, pair, tmp_path / "report")
     assert read_manifest(pair).lossless is None
     told = ["bench", str(pair), "--no-original", "--keep", "--out"]
     assert main([*told, str(tmp_path / "no"), "--set", "speculation.draft_length.k=1"]) == 2
     assert "changes more than the benchmark" in capsys.readouterr().err
     assert main([*told, str(tmp_path / "new")]) == 0
     assert main(["check", str(pair)]) == 0
-    found, manifest = measured(pair), read_manifest(pair)
+    manifest = read_manifest(pair)
+    found = measured(pair, manifest)
     assert found is not None
     assert found.accuracy == before.accuracy
-    assert found.speed == Results.read(tmp_path / "new/results.json").speed
-    assert found.limits[0].startswith("Accuracy was measured earlier (")
+    assert found == Results.read(tmp_path / "new/results.json")
+    assert stale(manifest, found) == []
     assert manifest.lossless is not None
     assert [proof["equal"] for proof in manifest.lossless["equality"]] == [2, 2]
-    assert any(kept["metric"] == "acceptance rate alpha" for kept in manifest.measurements)
+    assert {kept["metric"] for kept in manifest.measurements} > {"acceptance rate alpha", "KL(original || quantized)"}
     assert main([*told, str(tmp_path / "again")]) == 0
-    again = measured(pair)
+    again = measured(pair, read_manifest(pair))
     assert again is not None
-    assert again.limits == found.limits  # still of where accuracy was measured, not of the benchmark in between
+    assert again.accuracy == before.accuracy
+    with sole_writer(pair):
+        assert main([*told, str(tmp_path / "third")]) == 2
+        assert "is written by another qspec" in capsys.readouterr().err
+    assert not (tmp_path / "third").exists()
+
+
+def _recipe_of(pair: Path) -> Recipe:
+    return Recipe.model_validate(read_manifest(pair).recipe)
+
+
+def _publish(pair: Path, to: Path) -> int:
+    return main(["publish", str(pair), "--to", str(to)])
+
+
+@pytest.fixture
+def whole(made: Path, tmp_path: Path) -> Path:
+    """A copy of the pair, whose accuracy and then speed were measured."""
+    pair = Path(shutil.copytree(made / "pair", tmp_path / "pair"))
+    assert _evaluate(pair, tmp_path, "text") == 0
+    assert _bench(pair, tmp_path, "first") == 0
+    return pair
+
+
+def _evaluate(pair: Path, folder: Path, text: str) -> int:
+    path = folder / f"{text}.txt"
+    path.write_text("\n\n".join([TEXT] * 12), encoding="utf-8")
+    fidelity = json.dumps({"data": str(path), "windows": 2, "length": 32})
+    told = ["--keep", "--set", f"evaluation.fidelity={fidelity}", "--set", "evaluation.tasks=[]"]
+    return main(["evaluate", str(pair), *told, "--out", str(folder / f"of {text}")])
+
+
+def _bench(pair: Path, folder: Path, name: str) -> int:
+    return main(["bench", str(pair), "--no-original", "--keep", "--out", str(folder / name)])
+
+
+def test_speed_says_nothing_of_a_changed_target_s_accuracy(whole: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Would catch a target whose scales were multiplied by 64, published with the accuracy of the one before once its
+    speed was measured again; and accuracy that cannot be measured again.
+    """
+    assert _publish(whole, tmp_path / "as it was") == 0
+    change(whole, "target", "down_proj.weight_scale", 64.0)
+    assert _publish(whole, tmp_path / "no") == 2
+    assert _bench(whole, tmp_path, "again") == 0
+    assert "still to be measured again: fidelity on text.txt" in capsys.readouterr().err
+    stays = "fidelity on text.txt: target/model.safetensors is not the file that was measured"
+    assert _publish(whole, tmp_path / "no") == 2
+    assert stays in capsys.readouterr().err
+    assert main(["check", str(whole)]) == 0
+    assert f"stale, measure again: {stays}" in capsys.readouterr().out
+    assert main(["report", str(whole)]) == 0
+    assert "not all numbers of one pair: target/model.safetensors changed" in " ".join(capsys.readouterr().out.split())
+    kept = {one["metric"] for one in read_manifest(whole).measurements}
+    assert "KL(original || quantized)" not in kept
+    assert "acceptance rate alpha" in kept
+    (tmp_path / "of text").rename(tmp_path / "before")
+    assert _evaluate(whole, tmp_path, "text") == 0
+    assert main(["check", str(whole)]) == 0
+    assert "stale" not in capsys.readouterr().out
+    found = measured(whole, read_manifest(whole))
+    assert found is not None
+    assert found.speed == Results.read(tmp_path / "again/results.json").speed
+
+
+@pytest.mark.parametrize("half", ["draft", "target"])
+def test_accuracy_that_is_measured_again_says_nothing_of_the_speed(half: str, whole: Path, tmp_path: Path) -> None:
+    """Would catch the acceptance of another draft, or the proof of another target, kept as this pair's."""
+    change(whole, half, "_scale", 1.5)
+    assert _evaluate(whole, tmp_path, "other") == 0
+    manifest = read_manifest(whole)
+    assert manifest.lossless is None
+    found = measured(whole, manifest)
+    assert found is not None
+    names = [reason.partition(":")[0] for reason in stale(manifest, found)]
+    assert names == (["speed"] if half == "draft" else ["fidelity on text.txt, speed"])
+    assert [text.data for text in found.accuracy.texts] == ["other.txt", "text.txt"]
+    assert _publish(whole, tmp_path / "no") == 2
+
+
+def test_answers_of_what_may_be_another_model_are_not_kept(whole: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Would catch the score of any server at all, put into a pair as its own."""
+    told = ["evaluate", str(whole), "--keep", "--out", str(tmp_path / "new"), "--set", "evaluation.fidelity=null"]
+    task = ["--set", "evaluation.tasks=[{name: gsm8k, limit: 1}]"]
+    servers = ["--original", "http://127.0.0.1:9/v1", "--quantized", "http://127.0.0.1:9/v1"]
+    assert main([*told, *task, "--backend", "api", *servers]) == 2
+    assert "does not show that the server runs this pair's files; leave out --keep" in capsys.readouterr().err
+    assert main([*told, *task, "--backend", "vllm", "--", "--kv-cache-dtype", "auto"]) == 2
+    assert "is given by hand" in capsys.readouterr().err

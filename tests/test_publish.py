@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from qspec import publish as stage
-from qspec.bridges.remote import MARKER, FolderStore
+from qspec.bridges.remote import MARKER, PART, FolderStore
 from qspec.cli import main
 from qspec.errors import IntegrityError, OutputError, PairError, SourceError
-from qspec.pair.check import check
+from qspec.pair.check import check, provenance, read_manifest
 from qspec.pair.open import open_pair
 from qspec.pair.package import package, seal
 from qspec.schema.manifest import NAME
@@ -20,19 +20,20 @@ from qspec.schema.results import Accuracy, Equality, Measurement as M, Mismatch,
 from tests.pairs import halves, recipe
 
 
-def _results(*, lossless: bool = True) -> Results:
+def _results(pair: Path, *, lossless: bool = True) -> Results:
     wrong = Mismatch(prompt=0, category="qa", position=1, margin=1.0, near_tie=False)
     equality = Equality(arm="a + draft", baseline="a", n=1, equal=0, mismatches=(wrong,))
     if lossless:
         equality = Equality(arm="a + draft", baseline="a", n=1, equal=1)
     read = M(metric="memory read", value=1e9, unit="B/s", n=1)
-    speed = Speed(arms=(), ratios=(), equality=(equality,), bandwidth=read)
+    of = provenance(read_manifest(pair), recipe(), draft=True)
+    speed = Speed(provenance=of, arms=(), ratios=(), equality=(equality,), bandwidth=read)
     return Results(name="p", recipe=recipe().as_dict(), environment={}, accuracy=Accuracy(), speed=speed)
 
 
 def _pair(folder: Path, *, lossless: bool = True) -> Path:
     pair = package(*halves(folder / "source"), recipe(), folder)
-    results, report = _results(lossless=lossless), folder / "report"
+    results, report = _results(pair, lossless=lossless), folder / "report"
     report.mkdir()
     (report / "results.json").write_text(results.dump(), encoding="utf-8")
     (report / "report.md").write_text("# Report\n\nall well\n", encoding="utf-8")
@@ -87,6 +88,20 @@ def test_what_is_published_is_what_is_fetched(pair: Path, address: str, tmp_path
     ours = {p.relative_to(pair): p.read_bytes() for p in pair.rglob("*") if p.is_file()}
     assert {p.relative_to(back): p.read_bytes() for p in back.rglob("*") if p.is_file()} == ours
     assert _publish(pair, address) == []  # it is there already
+    assert stage.pull(address, tmp_path / "back", lambda _: None) == back  # and here
+
+
+def test_every_file_gets_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    """Would catch a pair of which a server's user can read all but the weights."""
+    before = os.umask(0o027)
+    try:
+        pair = _pair(tmp_path)
+        _publish(pair, str(tmp_path / "there"))
+        back = stage.pull(str(tmp_path / "there"), tmp_path / "back", lambda _: None)
+    finally:
+        os.umask(before)
+    paths = [path for folder in (pair, tmp_path / "there", back) for path in (folder, *folder.rglob("*"))]
+    assert {(path.is_dir(), path.stat().st_mode & 0o777) for path in paths} == {(True, 0o750), (False, 0o640)}
 
 
 def test_an_interrupted_upload_goes_on_and_is_no_pair_until_it_ends(
@@ -108,7 +123,7 @@ def test_an_interrupted_upload_goes_on_and_is_no_pair_until_it_ends(
     monkeypatch.setattr(FolderStore, "_put", lambda self, item: (sent.append(item.name), put(self, item))[1])
     stage.publish(publication, address, told=lambda _: None)
     done = {item.name for item in publication.items[:3]}
-    assert set(sent) == {item.name for item in publication.items} - done
+    assert set(sent) == {item.name for item in publication.items} - done - {NAME} | {PART}  # the manifest in one step
     check(stage.pull(address, tmp_path / "back", lambda _: None))
     assert FolderStore(address).read(MARKER, 100) is None
 
@@ -274,4 +289,17 @@ def test_the_dry_run_lists_every_byte_and_writes_nothing(
         assert f"{os.path.getsize(path):>15,} {path.relative_to(pair).as_posix()}" in printed
     assert main(["publish", str(pair), "--to", str(there)]) == 0
     assert main(["pull", str(there), str(tmp_path / "back")]) == 0
-    assert main(["pull", str(there), str(tmp_path / "back")]) == 2
+
+
+def test_a_pull_takes_nothing_away(pair: Path, tmp_path: Path) -> None:
+    """Would catch a folder of somebody's own, or another pair, that a fetched pair takes the place of."""
+    _publish(pair, str(tmp_path / "there"))
+    (tmp_path / "other").mkdir()
+    other = _pair(tmp_path / "other")
+    for out, rule in ((tmp_path / "other", "exists;"), (other, "exists, and is another pair")):
+        with pytest.raises(OutputError, match=rule):
+            stage.pull(str(tmp_path / "there"), out, lambda _: None)
+    weights = stage.pull(str(tmp_path / "there"), tmp_path / "back", lambda _: None) / "target/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(IntegrityError, match="bytes instead of"):
+        stage.pull(str(tmp_path / "there"), tmp_path / "back", lambda _: None)

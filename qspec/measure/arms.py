@@ -11,8 +11,9 @@ from qspec.measure.arm import Arm
 from qspec.measure.evaluate import evaluate
 from qspec.models.load import load, resolve_arch
 from qspec.models.vocab import real_vocab
-from qspec.nn.engines import AnyDecoder, open_decoder
+from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
 from qspec.numerics.roofline import PassCost
+from qspec.pair.check import provenance
 from qspec.pair.drafters.kind import Weights
 from qspec.pair.drafters.registry import draft_policy, kind_of
 from qspec.pair.open import LoadedPair, compute_dtype, engine_options
@@ -24,7 +25,7 @@ from qspec.provenance import (
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
-from qspec.schema.results import Accuracy
+from qspec.schema.results import Accuracy, Provenance
 from qspec.schemes.footprint import footprint
 from qspec.speculation.drafters.ngram import NgramDrafter
 from qspec.speculation.types import Drafter
@@ -134,18 +135,23 @@ class Arms:
         return open_decoder(plain, max_length=self.pair.target.max_length, **engine_options(self.recipe))
 
 
-def measure_accuracy(arms: Arms, out: Path, progress: Progress) -> Accuracy:
-    """The recipe's evaluation in this process; `out/work` is for what transformers reads."""
+def provenance_of(pair: LoadedPair, *, draft: bool) -> Provenance:
+    """Where a measurement of an open pair comes from: of its target alone, or of its draft too."""
+    return provenance(pair.manifest, pair.recipe, draft=draft, engine=engine_name(pair.target))
+
+
+def measure_accuracy(arms: Arms, work: Path, progress: Progress) -> Accuracy:
+    """The recipe's evaluation in this process; the folder `work` is for what transformers reads."""
     progress.stage("evaluate")
     recipe, target = arms.recipe, arms.originals.target
     folders: dict[str, Path | None] = {"original": None, "quantized": arms.pair.folder / "target"}
     if recipe.asks_transformers:
-        folders["original"] = out / "work" / "original"
-        with staged_dir(out / "work" / "original") as part:
+        folders["original"] = work / "original"
+        with staged_dir(work / "original") as part:
             compressed.write_float(target, part, compute_dtype(recipe.dtype))
     eos_ids = target.arch.eos_ids
     float_kv = None if arms.pair.model.plan.kv is None else arms.float_kv
-    return evaluate(
+    found = evaluate(
         arms.original,
         arms.pair.target,
         target.tokenizer,
@@ -155,6 +161,7 @@ def measure_accuracy(arms: Arms, out: Path, progress: Progress) -> Accuracy:
         eos_ids=eos_ids,
         float_kv=float_kv,
     )
+    return found.measured_on(provenance_of(arms.pair, draft=False))
 
 
 def original_runs(arms: Arms) -> dict[str, Arm]:

@@ -1,7 +1,7 @@
 """Is a pair what its manifest says, and do its halves belong together? Nothing is run, nothing is changed."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 import os
@@ -17,12 +17,12 @@ from qspec.models.vocab import check_heads, check_tokenizers, differing_parts, r
 from qspec.pair.drafters.registry import kind_of
 from qspec.pair.head import check_floats, check_scales
 from qspec.plain_files import MOST_BYTES, read_bytes
-from qspec.provenance import sha256_file
+from qspec.provenance import environment, sha256_file
 from qspec.records import QuantizedModel, layer_number
-from qspec.schema.manifest import NAME, FileEntry, Manifest
+from qspec.schema.manifest import BESIDE, NAME, REPORT, FileEntry, Manifest
 from qspec.schema.problems import short, validate
 from qspec.schema.recipe import Recipe
-from qspec.schema.results import Results
+from qspec.schema.results import Provenance, Results
 
 _FETCH = "package the pair again, or fetch an intact copy"
 
@@ -61,7 +61,7 @@ def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
         found = kind_of(content.recipe.draft).check(pair / "draft", halves["target"])
     findings += [] if found is None else [found]
     findings += _compare_tokenizers(manifest, halves["target"], halves.get("draft"))
-    results = measured(pair)
+    results = measured(pair, manifest)
     findings += [f"stale, measure again: {reason}" for reason in (stale(manifest, results) if results else ())]
     return findings, halves
 
@@ -129,15 +129,12 @@ def read_manifest(pair: Path) -> Manifest:
     return Manifest.parse(read_bytes(path, IntegrityError, fix))
 
 
-def weight_digests(manifest: Manifest) -> dict[str, str]:
-    """sha256 of both halves' weights, by path: what measurements are of."""
-    return {f"pair/{entry.path}": entry.sha256 for entry in manifest.files if entry.path.endswith("safetensors")}
-
-
 def _check_files(pair: Path, listed: Mapping[str, FileEntry], whole: bool) -> None:
     """Files are those that are listed, and as large; of the halves alone, unless `whole`: then by digest, too."""
     sizes = {name: size for name, size in _sizes(pair).items() if whole or _in_half(name)}
-    for name in sorted(sizes.keys() - listed.keys() - {NAME}):
+    for name in sorted(sizes.keys() - listed.keys() - {NAME, *BESIDE}):
+        if name.startswith(f"{REPORT}/"):  # one that another took the place of, or whose writer was killed
+            continue
         raise IntegrityError(name, f"is not listed in {NAME}", "remove it from the pair")
     for name, entry in listed.items():
         if not (whole or _in_half(name)):
@@ -225,18 +222,51 @@ _DECIDES = ("--kv-cache-dtype", "--speculative-config", "--quantization", "--dty
 """Arguments of vLLM that change what a half computes, and with it how often its drafts are accepted."""
 
 
+_TARGET = ("target", "dtype")
+
+
+_PAIR = (*_TARGET, "draft", "speculation", "device")
+"""Sections of a recipe that decide what the target computes, and what both halves together do."""
+
+
+def provenance(manifest: Manifest, recipe: Recipe, *, draft: bool, **facts: str) -> Provenance:
+    """Where a measurement of a pair under `recipe` comes from: of its target alone, or of its draft too.
+
+    facts: what the environment holds beside versions and machine.
+    """
+    settings = recipe.as_dict()
+    return Provenance(
+        files=half_digests(manifest, ("target", "draft") if draft else ("target",)),
+        settings={name: settings[name] for name in (_PAIR if draft else _TARGET)},
+        environment={**environment(), **facts},
+    )
+
+
+def half_digests(manifest: Manifest, halves: Collection[str] = ("target", "draft")) -> dict[str, str]:
+    """sha256 of every file of a pair's halves, by path."""
+    return {entry.path: entry.sha256 for entry in manifest.files if entry.path.partition("/")[0] in halves}
+
+
 def stale(manifest: Manifest, results: Results) -> list[str]:
-    """Why acceptance, proof and accuracy have to be measured again: halves or settings that changed since."""
-    now = {f"pair/{entry.path}": entry.sha256 for entry in manifest.files}
-    changed = [path for path, digest in results.digests.items() if now.get(path) != digest]
-    found = [f"{path.removeprefix('pair/')} is not the file that was measured" for path in changed]
-    for half in ("target", "draft"):
-        before, now_of_half = results.recipe.get(half), manifest.recipe.get(half)
-        if not (isinstance(before, Mapping) and isinstance(now_of_half, Mapping)):
-            found += [f"{half} is not what was measured"] if before != now_of_half else []
-            continue
-        found += [f"{half}.{field} is not what was measured" for field in _differing(before, now_of_half)]
-    return found
+    """Which measurements have to be made again, and why: halves or settings that changed since, each by its own."""
+    found: dict[str, list[str]] = {}
+    for name, part in results.parts():
+        for reason in changes(part.provenance, manifest):
+            found.setdefault(reason, []).append(name)
+    return [f"{', '.join(names)}: {reason}" for reason, names in found.items()]
+
+
+def changes(measured: Provenance | None, manifest: Manifest) -> list[str]:
+    """Files and settings of a pair that are not those of a measurement."""
+    if measured is None:
+        return ["nothing says which files were measured"]
+    now = half_digests(manifest, {path.partition("/")[0] for path in measured.files})
+    changed = [path for path in sorted(now.keys() | measured.files) if now.get(path) != measured.files.get(path)]
+    settings = _differing(measured.settings, {name: manifest.recipe.get(name) for name in measured.settings})
+    return [
+        *(f"{path} is not the file that was measured" for path in changed),
+        *(f"{setting} is not what was measured" for setting in settings),
+    ]
 
 
 def overridden(arguments: Sequence[str]) -> list[str]:
@@ -245,10 +275,10 @@ def overridden(arguments: Sequence[str]) -> list[str]:
     return [f"{name} is given by hand: what was measured does not hold for it" for name in names if name in _DECIDES]
 
 
-def measured(pair: Path) -> Results | None:
-    """The results that a pair carries."""
-    path = pair / "report" / "results.json"
-    return Results.read(path) if path.is_file() else None
+def measured(pair: Path, manifest: Manifest) -> Results | None:
+    """The results that a pair carries, None before anything was measured."""
+    path = pair / (manifest.report or "") / "results.json"
+    return Results.read(path) if manifest.report is not None and path.is_file() else None
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:

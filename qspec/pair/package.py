@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 import json
 from pathlib import Path
-import shutil
 from typing import Any
 
 import torch
@@ -14,17 +13,26 @@ from qspec.errors import IntegrityError, OutputError
 from qspec.models.load import stored_dtype
 from qspec.models.vocab import check_heads, check_tokenizers, real_vocab
 from qspec.numerics.quantization.outliers import same_matrix
-from qspec.pair.check import check, examine, read_manifest, scheme_counts
+from qspec.pair.check import changes, check, examine, read_manifest, scheme_counts
 from qspec.pair.drafters.registry import kind_of
 from qspec.pair.exports import as_made, exports, vllm_command, vllm_speculative_config
-from qspec.provenance import atomic_write, environment, require_space, sha256_file, staged_dir
+from qspec.provenance import (
+    add_version,
+    atomic_write,
+    drop_unnamed,
+    environment,
+    require_space,
+    sha256_file,
+    staged_dir,
+)
 from qspec.records import QuantizedModel
 from qspec.schema.devices import read_device
-from qspec.schema.manifest import NAME, FileEntry, Half, Manifest, TokenizerInfo, Validity
+from qspec.schema.manifest import NAME, REPORT, FileEntry, Half, Manifest, TokenizerInfo, Validity
 from qspec.schema.recipe import Recipe
+from qspec.schema.results import Provenance
 from qspec.schemes.footprint import footprint
 
-TARGET, DRAFT, REPORT = "target", "draft", "report"
+TARGET, DRAFT = "target", "draft"
 
 
 _GUESSED = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM takes a draft below such a path for that method
@@ -66,28 +74,38 @@ def package(
 def seal(pair: Path, results: Mapping[str, Any], report: Path) -> None:
     """Add the report folder and the measurements of `results` (a `schema.results.Results` as plain data).
 
-    The halves keep the digests that they were packaged with: raises `IntegrityError` if a file changed since.
+    The pair is the old one until its manifest is replaced, whatever happens. The halves keep the digests that they were
+    packaged with: raises `IntegrityError` if a file changed since.
     """
+    check(pair)
     results = json.loads(json.dumps(results), parse_constant=str)  # infinity by name, as in results.json
     manifest = read_manifest(pair)
+    tidy(pair)
+    version = add_version(pair / REPORT, report)
     kept = [entry for entry in manifest.files if not entry.path.startswith(f"{REPORT}/")]
-    with staged_dir(pair / REPORT) as part:
-        shutil.copytree(report, part, dirs_exist_ok=True)
     speed = results.get("speed") or {}
+    proven = speed.get("equality") and _speaks_of(speed, manifest)
     sealed = manifest.model_copy(
         update={
-            "measurements": tuple(_measurements({k: v for k, v in results.items() if k != "recipe"})),
-            "lossless": _proof(speed) if speed.get("equality") else None,
-            "files": tuple(sorted([*kept, *_files(pair, REPORT)], key=lambda entry: entry.path)),
+            "measurements": tuple(_measurements({k: v for k, v in results.items() if k != "recipe"}, manifest)),
+            "lossless": _proof(speed) if proven else None,
+            "files": tuple(sorted([*kept, *_files(pair, version)], key=lambda entry: entry.path)),
         }
     )
-    atomic_write(pair / NAME, Manifest.model_validate(sealed.model_dump()).dump())
-    check(pair)
+    sealed = Manifest.model_validate(sealed.model_dump())
+    atomic_write(pair / NAME, sealed.dump(), scratch=pair / REPORT)
+
+
+def tidy(pair: Path) -> None:
+    """Remove reports that the manifest does not list: of earlier measurements, or of a process that was killed."""
+    drop_unnamed(pair / REPORT, {pair / entry.path for entry in read_manifest(pair).files})
 
 
 def _proof(speed: Mapping[str, Any]) -> dict[str, Any]:
-    """What was found of the pair's losslessness, and the switches that would end it."""
-    return {"equality": speed["equality"], "marginals": speed.get("marginals"), "lossy_switches": SWITCHES}
+    """What was found of the pair's losslessness, the switches that would end it, and the files that were run."""
+    files = (speed.get("provenance") or {}).get("files")
+    found = {"equality": speed["equality"], "marginals": speed.get("marginals")}
+    return found | {"lossy_switches": SWITCHES, "files": files}
 
 
 def stored_bytes(model: QuantizedModel, dtype: torch.dtype) -> int:
@@ -134,7 +152,7 @@ def _manifest(
         ),
         recipe=recipe.as_dict(),
         environment=environment(),
-        files=_files(pair),
+        files=_files(pair, pair),
     )
 
 
@@ -166,9 +184,9 @@ def _speculation(recipe: Recipe, target: QuantizedModel) -> dict[str, Any]:
     return settings | own
 
 
-def _files(pair: Path, below: str = ".") -> tuple[FileEntry, ...]:
+def _files(pair: Path, folder: Path) -> tuple[FileEntry, ...]:
     """Entries of all files in a folder of the pair, the manifest left out."""
-    paths = {path.relative_to(pair).as_posix(): path for path in (pair / below).rglob("*") if path.is_file()}
+    paths = {path.relative_to(pair).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return tuple(
         FileEntry(path=name, bytes=path.stat().st_size, sha256=sha256_file(path))
         for name, path in sorted(paths.items())
@@ -193,16 +211,22 @@ def _verify(model: QuantizedModel, back: QuantizedModel, name: str) -> None:
         raise IntegrityError(name, "reads back different from what was written", "check the disk")
 
 
-def _measurements(node: Any) -> Iterator[dict[str, Any]]:
-    """Every measurement anywhere in the results, in order."""
-    if isinstance(node, Mapping):
+def _measurements(node: Any, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Every measurement of this pair anywhere in the results, in order."""
+    if isinstance(node, Mapping) and _speaks_of(node, manifest):
         if {"metric", "value", "unit", "n"} <= node.keys():
             yield dict(node)
         for child in node.values():
-            yield from _measurements(child)
+            yield from _measurements(child, manifest)
     elif isinstance(node, list):
         for child in node:
-            yield from _measurements(child)
+            yield from _measurements(child, manifest)
+
+
+def _speaks_of(part: Mapping[str, Any], manifest: Manifest) -> bool:
+    """Whether part of the results is of the pair as it is now, as far as it says what it is of."""
+    noted = part.get("provenance")
+    return noted is None or not changes(Provenance.model_validate(noted), manifest)
 
 
 SWITCHES = {

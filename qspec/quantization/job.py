@@ -109,13 +109,13 @@ def quantized_half(
     told = [part.model_dump(mode="json") for part in (spec, recipe.fusion, recipe.calibration)]
     beside = {name: sha256_file(path) for name, path in model.files.items()}
     settings = digest_of([told, recipe.seed, str(dtype), model.arch.n_layers, dict(model.source), beside])
-    if folder.exists() and note.exists() and note.read_text(encoding="utf-8") == settings:
-        return compressed.read(folder)
-    text.progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
     work = folder.with_name(f"{folder.name}.work")
-    quantized = quantize_model(model, spec, recipe.fusion, text, work, dtype)
-    with staged_dir(folder) as part:
-        compressed.write(quantized, part, dtype)
-    atomic_write(note, settings)
-    shutil.rmtree(work)
+    if not (folder.exists() and note.exists() and note.read_text(encoding="utf-8") == settings):
+        text.progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
+        quantized = quantize_model(model, spec, recipe.fusion, text, work, dtype)
+        note.unlink(missing_ok=True)  # never beside a half of other settings, should this process be killed
+        with staged_dir(folder) as part:
+            compressed.write(quantized, part, dtype)
+        atomic_write(note, settings)
+    shutil.rmtree(work, ignore_errors=True)
     return compressed.read(folder)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qspec.errors import IntegrityError
+from qspec.pair.check import read_manifest
+from qspec.schema.manifest import NAME
 from qspec.schema.results import Results
 from qspec.schema.speed_rows import SpeedRows
 
@@ -20,7 +22,8 @@ def results_file(reference: Path) -> Path:
     """The file itself. Raises `IntegrityError` where there is none."""
     if not reference.is_dir():
         return reference
-    for place in PLACES:
+    report = read_manifest(reference).report if (reference / NAME).is_file() else None
+    for place in (f"{report}/results.json", *PLACES) if report else PLACES:
         if (reference / place).is_file():
             return reference / place
     raise IntegrityError(str(reference), "holds no results.json", "give a run's or a pair's folder, or the file")

@@ -57,8 +57,7 @@ def measured(results: Results, metric: str, against: Results | None = None) -> d
 
 def _accuracy(results: Results, metric: str, against: Results | None) -> dict[str, Value]:
     tasks, needles = results.accuracy.tasks, results.accuracy.needles
-    known = [text for text in (results.accuracy.fidelity, *results.accuracy.domains) if text is not None]
-    texts = {str(text.kl.condition.get("data", "text")): text for text in known}
+    texts = {text.data: text for text in results.accuracy.texts}
     match metric:
         case "recovery" if against is not None:
             return {_task(task): _recovery_over(task, against) for task in tasks if task.rows}

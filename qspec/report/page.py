@@ -1,11 +1,12 @@
 """The report: verdict first, then the numbers behind it. Pure from `Results` to text; one page for all readers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from qspec.provenance import atomic_write
 from qspec.readable import percent
 from qspec.report.accuracy import accuracy_blocks
-from qspec.report.document import Block, Details, Document, Heading, Table
+from qspec.report.document import Block, Details, Document, Finding, Heading, Table
 from qspec.report.drafts import acceptance_blocks, prediction_blocks
 from qspec.report.headline import lead, tiles
 from qspec.report.needles import lost_contexts, needle_blocks, needle_finding
@@ -38,7 +39,7 @@ def document(results: Results, study: SpeedRows | None = None) -> Document:
     device, cpu = str(results.recipe.get("device", "")), results.environment.get("cpu", "")
     about = [str(results.recipe.get("description", "")), f"{device}: {cpu}" if device == "cpu" and cpu else device]
     needles = results.accuracy.needles
-    blocks: list[Block] = [Heading("Verdict"), *findings(results)]
+    blocks: list[Block] = [Heading("Verdict"), *_mixed(results), *findings(results)]
     if needles is not None:
         blocks.append(needle_finding(needles))
     if (glance := tiles(results)).tiles:
@@ -67,7 +68,7 @@ def _notes(results: Results) -> list[Block]:
 
 def _limits(results: Results, study: SpeedRows | None) -> list[Block]:
     """What these numbers do not show."""
-    lines = [*results.limits, *results.accuracy.skipped]
+    lines = [*_unmeasured(results), *_from_elsewhere(results), *results.limits, *results.accuracy.skipped]
     for task in results.accuracy.tasks:
         name, available = f"{task.task} ({task.backend})", task.original.condition.get("rows_available")
         if isinstance(available, int) and available > task.original.n:
@@ -85,9 +86,54 @@ def _limits(results: Results, study: SpeedRows | None) -> list[Block]:
     return [Heading("Limits"), Details("What these numbers do not show", tuple(lines), folded=False)]
 
 
+def _unmeasured(results: Results) -> list[str]:
+    """What is missing."""
+    speed, device = results.speed, results.recipe.get("device", "cpu")
+    lines = [] if results.accuracy.parts() else ["Accuracy was not measured."]
+    if speed is None:
+        where = "" if device == "cpu" else f": the pair is for {device}, measure it there"
+        lines.append(f"Speed was not measured{where}.")
+    elif speed.arms and all(arm.arm != "original" for arm in speed.arms):
+        lines.append("The original was not run: nothing here is a speedup over it.")
+    return lines
+
+
+def _from_elsewhere(results: Results) -> list[str]:
+    """Measurements of another machine or release than the speed."""
+    places: dict[str, list[str]] = {}
+    for name, part in results.parts():
+        if part.provenance is not None:
+            places.setdefault(_place(part.provenance.environment), []).append(name)
+    here = _place(results.environment)
+    return [f"Measured elsewhere: {', '.join(names)} ({place})." for place, names in places.items() if place != here]
+
+
+def _mixed(results: Results) -> list[Finding]:
+    """Whether all numbers are of one pair: some may have been measured before a half changed."""
+    digests: dict[str, set[str]] = {}
+    for _, part in results.parts():
+        for path, digest in part.provenance.files.items() if part.provenance else ():
+            digests.setdefault(path, set()).add(digest)
+    changed = sorted(path for path, known in digests.items() if len(known) > 1)
+    if not changed:
+        return []
+    text = f"these are not all numbers of one pair: {', '.join(changed)} changed between them"
+    return [Finding("bad", f"{text}, and qspec check says which to measure again")]
+
+
+def _place(environment: Mapping[str, str]) -> str:
+    return f"{environment.get('cpu', 'another machine')}, qspec {environment.get('qspec', 'unknown')}"
+
+
 def _provenance(results: Results) -> list[Block]:
     environment = tuple(sorted(results.environment.items()))
     blocks: list[Block] = [Heading("Provenance"), Table("Environment", ("", "value"), environment)]
-    if results.digests:
-        blocks.append(Table("sha256", ("", "digest"), tuple(sorted(results.digests.items()))))
+    weights: dict[tuple[str, str], list[str]] = {}
+    for name, part in results.parts():
+        for path, digest in part.provenance.files.items() if part.provenance else ():
+            if path.endswith(".safetensors"):
+                weights.setdefault((path, digest), []).append(name)
+    if weights:
+        rows = tuple((path, digest, ", ".join(names)) for (path, digest), names in sorted(weights.items()))
+        blocks.append(Table("sha256", ("", "digest", "measured"), rows))
     return [*blocks, Details("Recipe", tuple(dump_yaml(results.recipe).splitlines()), code=True)]

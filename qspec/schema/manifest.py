@@ -16,7 +16,9 @@ from qspec.schema.problems import short, validate
 from qspec.schema.quantization import Strict
 
 FORMAT_VERSION: Literal[1] = 1
-NAME = "pair.json"
+NAME, REPORT = "pair.json", "report"
+BESIDE = ("README.md", ".gitattributes", ".qspec-upload", ".qspec-upload.partial")
+"""Files that lie beside a published pair and are not listed: its card, the Hub's settings, marks of an upload."""
 MOST_FILES, MOST_BYTES = 10_000, 1 << 44
 """Of a pair; a manifest that claims more is not one."""
 
@@ -120,6 +122,15 @@ class Manifest(Strict):
         if both := folders.intersection(paths):
             raise ValueError(f"{short(min(both))} is a file and a folder; rename one of them")
         return files
+
+    @property
+    def report(self) -> str | None:
+        """Folder of the report, inside the pair; None before anything was measured.
+
+        Below `report/` each report has a folder of its own: only the one that is listed counts.
+        """
+        paths = (entry.path for entry in self.files if entry.path.startswith(f"{REPORT}/"))
+        return next((path.rpartition("/")[0] for path in paths), None)
 
     def dump(self) -> bytes:
         """The canonical bytes with their own digest: sorted keys, two spaces, UTF-8, one newline at the end."""

@@ -4,9 +4,9 @@ Arms are called `original` and `quantized`; intervals are 95 %.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from qspec.errors import IntegrityError
 from qspec.plain_files import read_bytes
@@ -36,6 +36,27 @@ class Measurement(Record):
     condition: dict[str, Scalar] = {}
 
 
+class Provenance(Record):
+    """What a measurement was made of, and where.
+
+    `files`: sha256 of every file of the halves that it ran, by path inside the pair; `settings`: sections of the recipe
+    that decide what these compute. A measurement speaks of a pair only while both are that pair's.
+    """
+
+    files: dict[str, str]
+    settings: dict[str, Any]
+    environment: dict[str, str]
+
+
+class Part(Record):
+    """A measurement that is made by itself, and made again by itself. `provenance` None: nobody has noted it."""
+
+    provenance: Provenance | None = None
+
+
+P = TypeVar("P", bound=Part)
+
+
 class Window(Record):
     """Means over the tokens of one window, in nats and as a share."""
 
@@ -45,7 +66,7 @@ class Window(Record):
     agreement: float
 
 
-class Fidelity(Record):
+class Fidelity(Part):
     """How close the quantized model is to the original on the same windows of held-out text."""
 
     original_perplexity: Measurement
@@ -54,6 +75,11 @@ class Fidelity(Record):
     kl: Measurement
     top1_agreement: Measurement
     windows: tuple[Window, ...] = ()
+
+    @property
+    def data(self) -> str:
+        """Name of the text."""
+        return str(self.kl.condition.get("data", "text"))
 
     def measurements(self) -> tuple[Measurement, ...]:
         ratio = (self.original_perplexity, self.quantized_perplexity, self.perplexity_ratio)
@@ -91,7 +117,7 @@ class SubTask(Record):
     p_value: float | None = None
 
 
-class TaskResult(Record):
+class TaskResult(Part):
     """A task on both arms, paired item by item.
 
     `p_value` is McNemar's exact test (None: items are not right or wrong); `detectable` is the smallest true
@@ -149,7 +175,7 @@ class Retrieval(Record):
     kv_nll: Measurement | None = None
 
 
-class Needles(Record):
+class Needles(Part):
     """Numbers hidden in running text, by context length."""
 
     condition: dict[str, Scalar]
@@ -166,6 +192,45 @@ class Accuracy(Record):
     needles: Needles | None = None
     tasks: tuple[TaskResult, ...] = ()
     skipped: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> tuple[Fidelity, ...]:
+        """Fidelity on all texts."""
+        return (*((self.fidelity,) if self.fidelity else ()), *self.domains)
+
+    def parts(self) -> list[tuple[str, Part]]:
+        """Measurements, each with what people call it."""
+        named: list[tuple[str, Part]] = [(f"fidelity on {text.data}", text) for text in self.texts]
+        if self.needles is not None:
+            named.append(("needles", self.needles))
+        return named + [(f"{task.task} ({task.backend})", task) for task in self.tasks]
+
+    def measured_on(self, provenance: Provenance) -> "Accuracy":
+        """The same, with `provenance` on every part."""
+
+        def noted(part: P) -> P:
+            return part.model_copy(update={"provenance": provenance})
+
+        return Accuracy(
+            fidelity=self.fidelity and noted(self.fidelity),
+            domains=tuple(map(noted, self.domains)),
+            needles=self.needles and noted(self.needles),
+            tasks=tuple(map(noted, self.tasks)),
+            skipped=self.skipped,
+        )
+
+    def updated(self, new: "Accuracy") -> "Accuracy":
+        """What `new` has measured, and of these measurements those that it has not made again."""
+        again = {name for name, _ in new.parts()}
+        stay = [part for name, part in self.parts() if name not in again]
+        texts = (*new.texts, *(part for part in stay if isinstance(part, Fidelity)))
+        return Accuracy(
+            fidelity=texts[0] if texts else None,
+            domains=texts[1:],
+            needles=new.needles or self.needles,
+            tasks=(*new.tasks, *(part for part in stay if isinstance(part, TaskResult))),
+            skipped=new.skipped if new.tasks else self.skipped,
+        )
 
 
 class Spread(Record):
@@ -344,7 +409,7 @@ class Marginals(Record):
     p_value: float
 
 
-class Speed(Record):
+class Speed(Part):
     """What `bench` returns."""
 
     prompts: tuple[PromptFacts, ...] = ()
@@ -360,17 +425,42 @@ class Speed(Record):
 
 
 class Results(Record):
-    """Everything a report says. `notes` are the quantizer's sentences by model (`target`, `draft`)."""
+    """Everything a report says. `notes` are the quantizer's sentences by model (`target`, `draft`).
+
+    `environment` is that of the speed if there is one: each part says in its `provenance` where it was measured.
+    """
 
     format_version: Literal[1] = 1
     name: str
     recipe: dict[str, Any]
     environment: dict[str, str]
-    digests: dict[str, str] = {}
     accuracy: Accuracy = Accuracy()
     speed: Speed | None = None
     notes: dict[str, tuple[str, ...]] = {}
     limits: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_digests(cls, data: Any) -> Any:
+        """Files of before parts had a provenance name digests of all together, which say nothing of any of them."""
+        return {k: v for k, v in data.items() if k != "digests"} if isinstance(data, dict) else data
+
+    def parts(self) -> list[tuple[str, Part]]:
+        """Measurements, each with what people call it: any can be out of date by itself."""
+        return [*self.accuracy.parts(), *([("speed", self.speed)] if self.speed else [])]
+
+    def updated(self, new: "Results") -> "Results":
+        """What `new` has measured of the same pair, and of these results whatever it has not measured again."""
+        stays = {"evaluation": not new.accuracy.parts(), "benchmark": new.speed is None}
+        settings = {section: self.recipe.get(section) for section, kept in stays.items() if kept}
+        update = {
+            "recipe": new.recipe | settings,
+            "environment": self.environment if new.speed is None and self.speed else new.environment,
+            "accuracy": self.accuracy.updated(new.accuracy),
+            "speed": new.speed or self.speed,
+            "limits": tuple(dict.fromkeys((*self.limits, *new.limits))),
+        }
+        return new.model_copy(update=update)
 
     @classmethod
     def read(cls, path: str | Path) -> "Results":

@@ -61,7 +61,7 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     _require_split(asked(more, "--tensor-parallel-size", "-tp"), drafting)
     float32 = manifest.validity.dtype == "float32"
     arguments = vllm_arguments(recipe, str(pair), target.plan.kv, float32=float32, draft=draft)
-    results = measured(pair)
+    results = measured(pair, manifest)
     unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
     if draft and recipe.speculation.draft_length.by_batch and asked(more, "--data-parallel-size", "-dp") > 1:
         unproven.append("draft_length.by_batch is dropped by vLLM where requests are spread by --data-parallel-size")

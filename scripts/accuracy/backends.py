@@ -18,7 +18,7 @@ import shutil
 
 from qspec.bridges.vllm import server as vllm
 from qspec.errors import QspecError
-from qspec.pair.check import read_manifest, weight_digests
+from qspec.pair.check import half_digests, read_manifest
 from qspec.provenance import environment
 from qspec.remeasure import evaluate_pair
 from qspec.schema.recipe import Backend
@@ -62,7 +62,7 @@ class Item:
 
 def asked(pair: Path, backend: Backend, python: Path, again: bool) -> Results:
     """Kept, or measured now."""
-    out = WORK / f"{backend}-{digest([weight_digests(read_manifest(pair)), TASKS])}"
+    out = WORK / f"{backend}-{digest([half_digests(read_manifest(pair)), TASKS])}"
     if again:
         shutil.rmtree(out, ignore_errors=True)
     if not out.exists():

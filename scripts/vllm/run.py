@@ -31,7 +31,7 @@ from qspec.measure.arm import Request
 from qspec.measure.arms import load_originals
 from qspec.measure.bench import load_requests
 from qspec.numerics.statistics.fidelity import wilson_interval
-from qspec.pair.check import read_manifest, weight_digests
+from qspec.pair.check import half_digests, read_manifest
 from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package
 from qspec.pipeline import quantize_halves
@@ -116,7 +116,7 @@ def made(target: str) -> Path:
 def served(args: argparse.Namespace, requests: Sequence[Request], *, draft: bool) -> Served:
     """Kept, or asked now."""
     job = serving(args.pair, draft=draft, more=SMALL)
-    halves = weight_digests(read_manifest(args.pair))
+    halves = half_digests(read_manifest(args.pair))
     asked = [vllm.version(args.python), halves, job.arguments, [request.tokens for request in requests], args.new]
     path = WORK / f"{digest(asked)}.json"
     if args.again or not path.exists():

@@ -439,7 +439,10 @@ def test_a_link_out_of_the_pair(pair: Path) -> None:
 
 def test_results_of_another_form(pair: Path) -> None:
     """Would catch a traceback over a report that was swapped for something else."""
-    body = {"format_version": 1, "name": "x", "recipe": {"target": [1]}, "environment": {}}
+    measured = {"metric": "memory read", "value": 1.0, "unit": "B/s", "n": 1}
+    of = {"files": {}, "settings": {"target": [1]}, "environment": {}}
+    speed = {"arms": [], "ratios": [], "bandwidth": measured, "provenance": of}
+    body = {"format_version": 1, "name": "x", "recipe": {"target": [1]}, "environment": {}, "speed": speed}
     (pair / "report").mkdir()
     (pair / "report" / "results.json").write_text(json.dumps(body), encoding="utf-8")
     entries = {path.relative_to(pair).as_posix(): path for path in pair.rglob("*") if path.is_file()}
@@ -449,4 +452,4 @@ def test_results_of_another_form(pair: Path) -> None:
         if name != "pair.json"
     ]
     rewrite(pair, lambda manifest: manifest.update(files=files))
-    assert "stale, measure again: target is not what was measured" in check(pair)
+    assert "stale, measure again: speed: target is not what was measured" in check(pair)

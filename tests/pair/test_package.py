@@ -208,7 +208,8 @@ def test_seal_adds_results(made: Halves, tmp_path: Path) -> None:
     told = equality[0] | {"mismatches": [{"position": 3, "margin": "Infinity"}]}
     assert manifest.lossless["equality"] == [told]
     assert not any(manifest.lossless["lossy_switches"].values())
-    assert "report/report.md" in {entry.path for entry in manifest.files}
+    assert f"{manifest.report}/report.md" in {entry.path for entry in manifest.files}
+    assert [path.name for path in pair.rglob("report.md")] == ["report.md"]
     check(pair)
 
 

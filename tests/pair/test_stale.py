@@ -1,17 +1,21 @@
 """Measurements that no longer speak of their pair."""
 
 from pathlib import Path
+import shutil
 from typing import Any
 
 import pytest
 
 from qspec.cli import main
 from qspec.pair.check import check, overridden, read_manifest, stale
-from qspec.pair.package import package, seal
+from qspec.pair.package import package
+from qspec.schema.manifest import FileEntry, Manifest
+from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
 from qspec.serving import vllm as serve
 from qspec.serving.vllm import serving
-from tests.pairs import KV, halves, recipe
+from tests.example_results import example
+from tests.pairs import change, halves, measured_of, put, recipe
 
 
 @pytest.fixture(autouse=True)
@@ -23,17 +27,9 @@ def wide_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def sealed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     folder = tmp_path_factory.mktemp("made")
     pair = package(*halves(folder / "source"), recipe(), folder)
-    digests = {f"pair/{e.path}": e.sha256 for e in read_manifest(pair).files if e.path.endswith("safetensors")}
-    results = Results(name="tiny", recipe=recipe().as_dict(), environment={}, digests=digests)
-    _seal(pair, results, folder)
+    results = measured_of(pair, recipe())
+    put(results, pair, folder / "report")
     return pair, results
-
-
-def _seal(pair: Path, results: Results, folder: Path) -> None:
-    report = folder / "report"
-    report.mkdir(exist_ok=True)
-    (report / "results.json").write_text(results.dump(), encoding="utf-8")
-    seal(pair, results.model_dump(mode="json"), report)
 
 
 def test_a_pair_as_it_was_measured_is_not_stale(sealed: tuple[Path, Results], tmp_path: Path) -> None:
@@ -44,20 +40,38 @@ def test_a_pair_as_it_was_measured_is_not_stale(sealed: tuple[Path, Results], tm
     assert serving(pair).warnings == ()
 
 
-def test_another_half_or_another_setting_is_named(sealed: tuple[Path, Results], tmp_path: Path) -> None:
-    """Would catch acceptance of one draft told of another, and of one KV format told of another."""
+ACCURACY = "fidelity on wikitext2, needles, mmlu_pro (qspec)"
+
+
+def test_each_measurement_is_judged_by_what_it_is_of(sealed: tuple[Path, Results], tmp_path: Path) -> None:
+    """Would catch acceptance of one draft told of another, and accuracy doubted for a draft that it never saw."""
     pair, results = sealed
     manifest = read_manifest(pair)
-    draft = "pair/draft/model.safetensors"
-    other = results.model_copy(update={"digests": results.digests | {draft: "0" * 64}})
-    assert stale(manifest, other) == ["draft/model.safetensors is not the file that was measured"]
-    target = {"model": "tiny", "quantization": {"scheme": "W8A8", "kv": KV | {"granularity": "head"}}}
-    changed = results.model_copy(update={"recipe": recipe(target=target).as_dict()})
-    assert stale(manifest, changed) == ["target.quantization.kv.granularity is not what was measured"]
-    copy = package(*halves(tmp_path / "source"), recipe(), tmp_path)
-    _seal(copy, other, tmp_path)
-    assert "stale, measure again: draft/model.safetensors is not the file that was measured" in check(copy)
-    assert serving(copy).warnings == ("draft/model.safetensors is not the file that was measured",)
+    for half, named in (("draft", "speed"), ("target", f"{ACCURACY}, speed")):
+        for name in ("model.safetensors", "config.json", "tokenizer.json"):
+            path = f"{half}/{name}"
+            other = _with_digest(manifest, path)
+            assert stale(other, results) == [f"{named}: {path} is not the file that was measured"]
+    added = FileEntry(path="target/more.json", bytes=1, sha256="0" * 64)
+    more = manifest.model_copy(update={"files": (*manifest.files, added)})
+    assert stale(more, results) == [f"{ACCURACY}, speed: target/more.json is not the file that was measured"]
+    noted = results.model_copy(update={"accuracy": example().accuracy})
+    assert stale(manifest, noted) == [f"{ACCURACY}: nothing says which files were measured"]
+
+
+def _with_digest(manifest: Manifest, path: str) -> Manifest:
+    """The manifest of a pair in which one file is another."""
+    files = [e.model_copy(update={"sha256": "0" * 64}) if e.path == path else e for e in manifest.files]
+    return manifest.model_copy(update={"files": tuple(files)})
+
+
+def test_a_pair_says_what_is_stale(sealed: tuple[Path, Results], tmp_path: Path) -> None:
+    """Would catch a check, or a server, that is silent about a draft that was never measured."""
+    pair = Path(shutil.copytree(sealed[0], tmp_path / "pair"))
+    change(pair, "draft", "_scale", 2.0)
+    reason = "speed: draft/model.safetensors is not the file that was measured"
+    assert f"stale, measure again: {reason}" in check(pair)
+    assert serving(pair).warnings == (reason,)
 
 
 @pytest.mark.parametrize("half", ["target", "draft"])
@@ -69,14 +83,23 @@ def test_a_change_of_either_half_is_named(
     sealed: tuple[Path, Results], half: str, change: dict[str, Any], named: str
 ) -> None:
     """Would catch acceptance that is told on although the scheme or the cache of one half is another one now."""
-    pair, results = sealed
+    pair, _ = sealed
     fields = recipe().as_dict()
     before = fields[half]["quantization"]
     fields[half]["quantization"] = before | {
         key: before[key] | value if isinstance(value, dict) else value for key, value in change.items()
     }
-    other = results.model_copy(update={"recipe": fields})
-    assert stale(read_manifest(pair), other) == [f"{half}.quantization.{named} is not what was measured"]
+    other = measured_of(pair, Recipe.model_validate(fields))
+    names = "speed" if half == "draft" else f"{ACCURACY}, speed"
+    assert stale(read_manifest(pair), other) == [f"{names}: {half}.quantization.{named} is not what was measured"]
+
+
+def test_a_change_of_the_policy_is_named(sealed: tuple[Path, Results]) -> None:
+    """Would catch a speed with one draft length told of another."""
+    pair, _ = sealed
+    speculation = {"draft_length": {"policy": "fixed", "k": 5}, "max_length": 128}
+    other = measured_of(pair, recipe(speculation=speculation))
+    assert stale(read_manifest(pair), other) == ["speed: speculation.draft_length.k is not what was measured"]
 
 
 def test_arguments_by_hand_that_change_acceptance_are_warned_of(
