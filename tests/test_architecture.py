@@ -46,6 +46,7 @@ HOMES = {
     "h11": "serving.server",
     "vllm": "bridges.vllm.heads",
     "numpy": "bridges",
+    "scipy": "numerics",
     "triton": "ops.cuda",
     "pydantic": "schema",
     "pydantic_core": "schema",

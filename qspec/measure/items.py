@@ -3,21 +3,21 @@
 Right or wrong: McNemar's exact test and intervals that keep a width when no item differs. Scored: a bootstrap of pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+import math
+from statistics import stdev
 
 import torch
 
+from qspec.numerics.evidence import Evidence, of_difference
 from qspec.numerics.statistics.fidelity import bootstrap_ci, mcnemar_exact, wilson_interval
-from qspec.numerics.statistics.paired import (
-    bootstrap_ratio,
-    detectable_share,
-    proportion_difference,
-    proportion_ratio,
-    shown_sign,
-)
-from qspec.numerics.statistics.student import detectable_difference, deviation
-from qspec.schema.results import Measurement
+from qspec.numerics.statistics.paired import bootstrap_ratio, detectable_share, proportion_difference, proportion_ratio
+from qspec.numerics.statistics.student import detectable_difference
+from qspec.schema.results import Measurement, Scalar, SubTask, TaskResult
+
+KNOWN_CHANCE = {"mmlu_pro": 0.1, "leaderboard_mmlu_pro": 0.1}
+"""Scores of guessing, for results that do not state them: those of one in ten options."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,52 @@ class Items:
     only_b: int
     p_value: float | None
 
-    @property
-    def sign(self) -> int:
-        """-1: b is shown to be worse, 1: better, 0: neither."""
-        return shown_sign(self.difference.ci, self.p_value)
+    def evidence(self, chance: float = 0.0) -> Evidence:
+        """What the items allow to be said of the difference; chance: the score of guessing."""
+        score, m = self.means[0], self.difference
+        discordant = self.only_a + self.only_b
+        return of_difference(score, m.ci, self.p_value, m.n, m.detectable or 1.0, discordant, chance)
 
-    def verdict(self, arm: str) -> str:
+    def verdict(self, arm: str, chance: float = 0.0) -> str:
         """What the numbers carry, in one sentence about `b`, which is called `arm`."""
+        found, n = self.evidence(chance), self.difference.n
+        if found.open:
+            return found.shortage("items")
         test = "" if self.p_value is None else f", McNemar p = {self.p_value:.2g}"
-        n, least = self.difference.n, self.difference.detectable or 0.0
-        if self.sign == 0:
-            if least >= 1:
-                return f"no difference detected{test}; {n} items can show none"
-            seen = f"a drop of {100 * least:.1f} points would have been ({n} items, 80 % power)"
+        if found.sign == 0:
+            seen = f"a drop of {100 * (found.detectable or 1.0):.1f} points would have been ({n} items, 80 % power)"
             return f"no difference detected{test}; {seen}"
-        word, (low, high) = "better" if self.sign > 0 else "worse", self.difference.ci or (0.0, 0.0)
+        word, (low, high) = "better" if found.sign > 0 else "worse", self.difference.ci or (0.0, 0.0)
         size = f"{100 * abs(self.difference.value):.1f} points"
         return f"{arm} is {word} by {size} (95 % CI {100 * low:+.1f} to {100 * high:+.1f}{test})"
+
+
+def task_evidence(task: TaskResult) -> Evidence:
+    """What a task's items allow to be said of the difference between its arms."""
+    discordant, n = task.only_original + task.only_quantized, task.original.n
+    least, chance = task.detectable, chance_of(task.task, task.original.condition)
+    return of_difference(task.original.value, task.difference.ci, task.p_value, n, least, discordant, chance)
+
+
+def subject_evidence(task: TaskResult, subject: SubTask) -> Evidence:
+    """The same of one of its subjects, where that was tested."""
+    m = subject.difference
+    if m is None:
+        return Evidence(subject.n, few=True)
+    chance = chance_of(task.task, task.original.condition)
+    return of_difference(subject.original, m.ci, subject.p_value, subject.n, m.detectable or 1.0, chance=chance)
+
+
+def chance_of(task: str, condition: Mapping[str, Scalar]) -> float:
+    """The score of guessing, as it was measured with the task; 0 where a task has no options to guess from."""
+    stated = condition.get("chance")
+    return stated if isinstance(stated, float) else KNOWN_CHANCE.get(task, 0.0)
+
+
+def task_verdict(task: TaskResult) -> str:
+    """What a task's numbers carry, in one sentence; whatever an older version wrote of numbers that carry nothing."""
+    found = task_evidence(task)
+    return found.shortage("items") if found.open else task.verdict
 
 
 def compare_items(a: Sequence[float], b: Sequence[float]) -> Items:
@@ -64,8 +93,9 @@ def compare_items(a: Sequence[float], b: Sequence[float]) -> Items:
         kept, p_value = proportion_ratio(both, only_a, only_b), mcnemar_exact(only_a, only_b)
     else:
         a_N, b_N = (torch.tensor(scores, dtype=torch.float64) for scores in (a, b))
-        ci, kept, p_value = bootstrap_ci(b_N - a_N), bootstrap_ratio(a_N, b_N), None
-        detectable = min(1.0, detectable_difference(deviation((b_N - a_N).tolist()), n)) if n > 1 else 1.0
+        ci, p_value = bootstrap_ci(b_N - a_N), None
+        kept = bootstrap_ratio(a_N, b_N) if means[0] else (math.nan, math.nan)
+        detectable = min(1.0, detectable_difference(stdev((b_N - a_N).tolist()), n)) if n > 1 else 1.0
     metric, value = "quantized - original", means[1] - means[0]
     return Items(
         means=means,

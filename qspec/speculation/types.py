@@ -85,7 +85,7 @@ class Proposal:
 
     parents_K: the node before each token, -1 for the newest committed one, parents first; None is a chain. The law of
     a node is that of its draw *given* its earlier siblings: the same again for draws with replacement, without the
-    earlier ones and normalised for draws without (`verify.without_replacement`). Nodes that were chosen and
+    earlier ones and normalised for draws without (`verify` says why). Nodes that were chosen and
     not drawn (the likeliest ones, say) are certain. V is the target's vocabulary; `seconds` is what drafting took;
     `source` says which of several drafters it was.
     """

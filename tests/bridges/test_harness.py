@@ -192,6 +192,7 @@ def test_a_task_of_ones_own_on_both_backends(local_task: str, folder: Path):
     assert len(mine.samples) == 8
     assert {0.0, 1.0} == {sample.score for sample in mine.samples}
     stated = {"task_version": "7", "fewshot": "0", "limit_per_task": 8, "rows_available": 12, "bos": True}
+    stated |= {"chance": 0.3333}
     assert stated.items() <= mine.condition.items()
 
 
@@ -215,6 +216,7 @@ def test_mmlu_pro_runs_offline_on_the_harness_definition(data_dir: Path, folder:
     assert 0 < sum(sample.score for sample in scores.samples) < 50
     assert scores.condition["task_version"] == "3.1"
     assert scores.condition["rows_available"] == 410 + 1101
+    assert 0.1 <= float(str(scores.condition["chance"])) <= 0.2  # most of its questions have ten options, none five
     assert scores.metric == "exact_match,custom-extract"
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from qspec.numerics.speculation.probs import sample
 from qspec.numerics.speculation.trees import depths, path_to
-from qspec.numerics.speculation.verify import without_replacement
 from qspec.speculation.types import More, Proposal, Sampling, draw_uniforms
 
 
@@ -137,13 +136,20 @@ class DrawnTree:
             law_V = sampling.law(self.table_VVV[ancestors[-2], ancestors[-1]].unsqueeze(0))[0]
             siblings = [tokens[i] for i in range(node) if parents_K[i] == parent]
             if not self.replacement:
-                law_V = without_replacement(law_V, [*siblings, 0])[-1]
+                law_V = without(law_V, siblings)
             laws.append(law_V)
             tokens.append(int(sample(law_V, draw_uniforms(1, generator)[0])))
         return Proposal(torch.tensor(tokens), torch.stack(laws), 0.0, tuple(parents_K))
 
     def reset(self) -> None:
         """Nothing to forget."""
+
+
+def without(law_V: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The law of a draw that cannot be one of `tokens`."""
+    rest_V = law_V.clone()
+    rest_V[list(tokens)] = 0.0
+    return rest_V / rest_V.sum()
 
 
 def table(seed: int, vocab: int, scale: float = 1.5) -> Tensor:

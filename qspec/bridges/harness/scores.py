@@ -1,6 +1,6 @@
 """Run a task of the harness on one of its models, and keep each item's score with what it was measured under."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 import hashlib
 import math
@@ -113,4 +113,22 @@ def _stated(report: Mapping[str, Any], task: TaskSpec, samples: Iterable[Sample]
         "chat_template": task.chat_template,
         "max_gen_toks": (config.get("generation_kwargs") or {}).get("max_gen_toks"),
         "prompts": asked.hexdigest()[:16],
+        "chance": _chance(report),
     }
+
+
+def _chance(report: Mapping[str, Any]) -> float:
+    """Mean score of guessing: one over the options of every item; 0 for an item that states none."""
+    shares: list[float] = []
+    for name, items in report["samples"].items():
+        chosen = report["configs"][name].get("output_type") == "multiple_choice"
+        for item in items:
+            options = item["resps"] if chosen else _options(item["doc"])
+            shares.append(1 / len(options) if options else 0.0)
+    return round(sum(shares) / len(shares), 4)
+
+
+def _options(doc: object) -> Sequence[Any]:
+    """Options that an item lists in its prompt, to be answered in words."""
+    listed = (doc.get("options") or doc.get("choices")) if isinstance(doc, Mapping) else None
+    return listed if isinstance(listed, list) else ()

@@ -100,14 +100,6 @@ def candidate(p_V: Tensor, q_V: Tensor | None, token: int) -> tuple[float, Tenso
     return min(stands, 1.0), rest_V / mass if mass > 0 else p_V
 
 
-def without_replacement(q_V: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Laws `[len(tokens), V]` of draws from `q`, each without the tokens drawn before and normalised."""
-    laws_NV = q_V.expand(len(tokens), -1).clone()
-    for i, token in enumerate(tokens):
-        laws_NV[i + 1 :, token] = 0.0
-    return laws_NV / laws_NV.sum(-1, keepdim=True)
-
-
 def acceptance(tokens_K: Tensor, q_KV: Tensor | None, p_KV: Tensor) -> Tensor:
     """Probability `min(1, p / q)` that each draft token stands, float64 `[K]`."""
     p_K = p_KV.gather(-1, tokens_K.unsqueeze(-1)).squeeze(-1).double()

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 import math
-from statistics import NormalDist
+from typing import Any
 
+from scipy import special
 import torch
 from torch import Tensor
 
 ROWS = 64
 """Tokens worked on at once, to bound float64 temporaries over large vocabularies."""
+RESAMPLES = 100
+"""Resamples worked on at once, to bound memory over many values."""
 
 
 def kl_divergence(logits_p_TV: Tensor, logits_q_TV: Tensor) -> Tensor:
@@ -33,14 +36,19 @@ def sum_of_minima(p_TV: Tensor, q_TV: Tensor) -> Tensor:
 
 def bootstrap_ci(values_N: Tensor, n: int = 1000, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
     """Percentile bootstrap interval of the mean of `values`, from `n` resamples."""
-    size = values_N.numel()
-    if size == 0:
+    from scipy import stats
+
+    if values_N.numel() == 0:
         raise ValueError("no values to resample")
-    values, generator = values_N.flatten().double().cpu(), torch.Generator().manual_seed(seed)
-    means_n = torch.stack([values[torch.randint(size, (size,), generator=generator)].mean() for _ in range(n)])
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    lo, hi = means_n.quantile(tails).tolist()
-    return lo, hi
+    if values_N.numel() == 1:
+        return float(values_N), float(values_N)
+
+    def mean(values: Any, axis: int) -> Any:
+        return values.mean(axis)
+
+    data, options = (values_N.flatten().double().cpu().numpy(),), {"method": "percentile", "batch": RESAMPLES}
+    ci = stats.bootstrap(data, mean, n_resamples=n, confidence_level=level, rng=seed, **options).confidence_interval
+    return float(ci.low), float(ci.high)
 
 
 def mcnemar_exact(only_a: int, only_b: int) -> float:
@@ -48,19 +56,17 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
 
     `only_a` / `only_b`: items that one alone got right.
     """
-    n = only_a + only_b
-    tail = sum(math.comb(n, i) for i in range(min(only_a, only_b) + 1))
-    return min(1.0, 2 * tail / (1 << n))
+    return min(1.0, 2 * float(special.bdtr(min(only_a, only_b), only_a + only_b, 0.5)))
 
 
 def wilson_interval(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
     """Wilson score interval of a proportion `k / n`; `(0, 1)` without trials."""
+    from scipy import stats
+
     if n == 0:
         return 0.0, 1.0
-    z, p = NormalDist().inv_cdf((1 + level) / 2), k / n
-    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    # Rounding must not push a bound past what was observed, or past 0 and 1.
-    return max(0.0, min(p, (centre - spread) / (1 + z * z / n))), min(1.0, max(p, (centre + spread) / (1 + z * z / n)))
+    ci = stats.binomtest(k, n).proportion_ci(level, method="wilson")
+    return float(ci.low), float(ci.high)
 
 
 def _by_rows(f: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:

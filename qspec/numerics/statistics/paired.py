@@ -5,14 +5,17 @@ Items are right or wrong (counts of those that one arm alone got right decide), 
 """
 
 from collections.abc import Sequence
-from itertools import permutations
 import math
-from statistics import NormalDist
+from statistics import NormalDist, stdev
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qspec.numerics.statistics import student
+
+BATCH = 100
+"""Resamples or orders that are worked on at once, which bounds memory over many items."""
 
 
 def proportion_difference(only_a: int, only_b: int, n: int, level: float = 0.95) -> tuple[float, float]:
@@ -38,13 +41,19 @@ def proportion_ratio(both: int, only_a: int, only_b: int, level: float = 0.95) -
 
 
 def bootstrap_ratio(a_N: Tensor, b_N: Tensor, n: int = 1000, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Percentile interval of `mean(b) / mean(a)` over scored items, from `n` resamples of pairs."""
-    generator, size = torch.Generator().manual_seed(seed), a_N.numel()
-    picks = (torch.randint(size, (size,), generator=generator) for _ in range(n))
-    ratios_n = torch.stack([b_N[pick].sum() / a_N[pick].sum() for pick in picks]).nan_to_num(1.0)
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=ratios_n.dtype)
-    lo, hi = ratios_n.quantile(tails).tolist()
-    return lo, hi
+    """Percentile interval of `mean(b) / mean(a)` over scored items, from `n` resamples of pairs; a's is above 0."""
+    from scipy import stats
+
+    if a_N.numel() == 1:
+        return float(b_N / a_N), float(b_N / a_N)
+
+    def ratio(a: Any, b: Any, axis: int) -> Any:
+        none = a.sum(axis) == 0  # a resample without any score says 1
+        return (b.sum(axis) + none) / (a.sum(axis) + none)
+
+    data, options = (a_N.numpy(), b_N.numpy()), {"paired": True, "method": "percentile", "batch": BATCH}
+    ci = stats.bootstrap(data, ratio, n_resamples=n, confidence_level=level, rng=seed, **options).confidence_interval
+    return float(ci.low), float(ci.high)
 
 
 def shown_sign(ci: tuple[float, float] | None, p_value: float | None, significance: float = 0.05) -> int:
@@ -61,9 +70,21 @@ def detectable_share(discordant: int, n: int, level: float = 0.95, power: float 
     The drop itself makes pairs discordant: `d` solves `d = (z_level + z_power) sqrt((share + d) / n)`, so it stays
     above 7.8 items where no pair differs (the exact test needs 6 to one side). One pair is added to the share.
     """
-    law, share = NormalDist(), (discordant + 1) / (n + 1)
-    k = (law.inv_cdf((1 + level) / 2) + law.inv_cdf(power)) ** 2 / n
+    k, share = _reach(level, power) ** 2 / n, (discordant + 1) / (n + 1)
     return min(1.0, k / 2 + math.sqrt(k * k / 4 + k * share))
+
+
+def pairs_needed(discordant: int, n: int, drop: float, level: float = 0.95, power: float = 0.8) -> int:
+    """Fewest pairs that show a true drop of the share right, from `discordant` of `n` seen: `detectable_share` solved
+    for its number of pairs.
+    """
+    return math.ceil(_reach(level, power) ** 2 * (drop + (discordant + 1) / (n + 1)) / drop**2)
+
+
+def _reach(level: float, power: float) -> float:
+    """Standard errors that a true effect must be away from none, to be shown with `power`."""
+    law = NormalDist()
+    return law.inv_cdf((1 + level) / 2) + law.inv_cdf(power)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -88,22 +109,30 @@ def detectable_ratio(ratios: Sequence[float]) -> float:
     if len(ratios) < 2:
         return math.inf
     logs = [math.log(ratio) for ratio in ratios]
-    return math.expm1(min(700.0, student.detectable_difference(student.deviation(logs), len(logs))))
+    return math.expm1(min(700.0, student.detectable_difference(stdev(logs), len(logs))))
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Spearman's rho (ranks of equals are their mean) and its two-sided p-value; nan where one side does not vary.
 
-    p: over all orders of up to 7 values, else normal.
+    p: over all orders of up to 7 values, else by Student's t.
     """
-    a, b = _ranks(x), _ranks(y)
-    rho = _correlation(a, b)
-    if math.isnan(rho):
-        return rho, math.nan
-    if len(a) > 7:
-        return rho, 2 * NormalDist().cdf(-abs(rho) * math.sqrt(len(a) - 1))
-    orders = [abs(_correlation(a, order)) for order in permutations(b)]
-    return rho, sum(other >= abs(rho) - 1e-12 for other in orders) / len(orders)
+    from scipy import stats
+
+    if len(set(x)) < 2 or len(set(y)) < 2:
+        return math.nan, math.nan
+    found = stats.spearmanr(x, y)
+    if len(x) > 7:
+        return float(found.statistic), float(found.pvalue)
+    a = stats.rankdata(x)
+    exact = stats.permutation_test(
+        (stats.rankdata(y),),
+        lambda order, axis: (a * order).sum(axis),
+        permutation_type="pairings",
+        n_resamples=math.inf,
+        batch=BATCH,
+    )
+    return float(found.statistic), float(exact.pvalue)
 
 
 def rank_interval(rho: float, n: int) -> tuple[float, float] | None:
@@ -116,17 +145,6 @@ def rank_interval(rho: float, n: int) -> tuple[float, float] | None:
     most = 1 - 6 / (n * (n * n - 1))
     z, half = math.atanh(max(-most, min(most, rho))), 1.96 * math.sqrt((1 + rho * rho / 2) / (n - 3))
     return math.tanh(z - half), math.tanh(z + half)
-
-
-def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    middle = (len(a) - 1) / 2
-    products = sum((p - middle) * (q - middle) for p, q in zip(a, b, strict=True))
-    squares = math.prod(math.sqrt(sum((p - middle) ** 2 for p in ranks)) for ranks in (a, b))
-    return products / squares if squares else math.nan
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    return [sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2 for value in values]
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:

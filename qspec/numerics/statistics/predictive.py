@@ -11,6 +11,19 @@ from statistics import NormalDist
 from qspec.numerics.statistics import student
 
 Z = NormalDist().inv_cdf(0.975)
+TOLERANCE = 0.25
+"""Part by which a prediction may miss a measured speed, either way, and still be said to hold."""
+
+
+def miss(predicted: float, measured: float) -> float:
+    """How far a prediction is off, by the larger over the smaller: 0.5 for half as much again, either way."""
+    low, high = sorted((predicted, measured))
+    return high / low - 1 if low > 0 else math.inf
+
+
+def off(predicted: float, measured: float) -> bool:
+    """Whether a prediction is further off than `TOLERANCE`."""
+    return not miss(predicted, measured) <= TOLERANCE
 
 
 def excess_deviation(errors: Sequence[float], halves: Sequence[float]) -> float:

@@ -4,37 +4,20 @@ A percentile bootstrap resamples what it has: from 3 values its "95 %" interval 
 than a quarter of all cases, from 6 in a seventh. Windows and prompts are few; items of a task are many (`paired`).
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 import math
-from statistics import NormalDist
+from statistics import mean, stdev
 
-MANY = 1000
-"""Degrees of freedom from which the expansion around the normal law is good to 1e-5."""
+from scipy import special
+
+MOST = 10**6
+"""Values beyond which no number is stated (`values_needed`)."""
 
 
 def quantile(p: float, freedom: int) -> float:
     """Quantile of Student's law with `freedom` >= 1 degrees of freedom."""
-    if freedom > MANY:
-        z = NormalDist().inv_cdf(p)
-        return z + (z**3 + z) / (4 * freedom)
-    if p < 0.5:
-        return -quantile(1 - p, freedom)
-    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(freedom)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < 2 * p - 1 else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _within(angle: float, freedom: int) -> float:
-    """P(|T| < sqrt(freedom) tan(angle)): the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= cosine * cosine * (k - 1) / k
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return float(special.stdtrit(freedom, p))
 
 
 def mean_interval(
@@ -44,9 +27,8 @@ def mean_interval(
     n = len(values)
     if n < 2:
         return None
-    mean, error = sum(values) / n, deviation(values) / math.sqrt(n)
-    half = quantile((1 + level) / 2, n - 1) * error
-    return max(low, mean - half), min(high, mean + half)
+    middle, half = mean(values), quantile((1 + level) / 2, n - 1) * stdev(values) / math.sqrt(n)
+    return max(low, middle - half), min(high, middle + half)
 
 
 def ratio_interval(parts: Sequence[float], wholes: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
@@ -70,7 +52,7 @@ def detectable_difference(spread: float, n: int, level: float = 0.95, power: flo
     return (quantile((1 + level) / 2, n - 1) + quantile(power, n - 1)) * spread / math.sqrt(n)
 
 
-def deviation(values: Sequence[float]) -> float:
-    """Standard deviation of the population that at least two values are drawn from."""
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+def values_needed(spread: float, effect: float) -> int | None:
+    """Fewest values of standard deviation `spread` that show a true mean of `effect`; None beyond `MOST`."""
+    needed = 2 + bisect_left(range(2, MOST), True, key=lambda n: detectable_difference(spread, n) <= effect)
+    return needed if needed < MOST else None

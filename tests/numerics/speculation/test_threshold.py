@@ -1,8 +1,9 @@
 """The confidence threshold."""
 
+from hypothesis import given, strategies as st
 import pytest
 
-from qspec.numerics.speculation.threshold import best_threshold
+from qspec.numerics.speculation.threshold import MISS_COST, best_threshold
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,22 @@ def test_price_of_a_miss_moves_it() -> None:
     confidences, stood = [0.9, 0.7, 0.6, 0.5, 0.4, 0.3], [True, True, False, False, False, True]
     assert best_threshold(confidences, stood, miss_cost=9.0) == 0.3
     assert best_threshold(confidences, stood, miss_cost=0.1) == 0.7
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9]), st.booleans()), max_size=12))
+def test_least_cost_of_all_thresholds(tokens: list[tuple[float, bool]]) -> None:
+    """Catches rates over the wrong tokens, a cost of stopping always that is another, and the highest of equals."""
+    good, bad = ([c for c, stood in tokens if stood is kind] for kind in (True, False))
+
+    def cost(threshold: float) -> float:
+        refused = sum(c < threshold for c in good) / len(good)
+        return sum(c >= threshold for c in bad) / len(bad) + MISS_COST * refused
+
+    found = best_threshold([c for c, _ in tokens], [stood for _, stood in tokens])
+    if not good or not bad:
+        assert found is None
+        return
+    least = min(cost(threshold) for threshold in (0.1, 0.3, 0.5, 0.7, 0.9, 1.0))
+    seen = sorted({c for c, _ in tokens})
+    assert found == next(threshold for threshold in [*seen, 1.0] if cost(threshold) == pytest.approx(least))
+    assert MISS_COST == 3.0  # as in transformers' assisted generation

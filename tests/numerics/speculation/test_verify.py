@@ -17,10 +17,9 @@ from qspec.numerics.speculation.verify import (
     verify_sampling,
     verify_tree_greedy,
     verify_tree_sampling,
-    without_replacement,
 )
 from qspec.speculation.types import Sampling
-from tests.speculation.toys import paths, sequence_law, table
+from tests.speculation.toys import paths, sequence_law, table, without
 
 PROMPT = (1, 2)
 EDGE = 1e-9  # how close to a decision's boundary it is probed; far above float64 rounding, far below any probability
@@ -188,7 +187,7 @@ def drawn_laws(q_VVV: Tensor, parents: Sequence[int], tokens: Sequence[int], rep
     for node, parent in enumerate(parents):
         law_V = behind(q_VVV, parents, tokens, parent)
         siblings = [tokens[i] for i in range(node) if parents[i] == parent]
-        laws.append(law_V if replacement else without_replacement(law_V, [*siblings, 0])[-1])
+        laws.append(law_V if replacement else without(law_V, siblings))
     return torch.stack(laws)
 
 

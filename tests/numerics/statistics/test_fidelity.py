@@ -119,19 +119,9 @@ def test_bootstrap_law_by_enumeration() -> None:
     means = [sum(resample) / 3 for resample in product(values_N.tolist(), repeat=3)]
     # Levels whose quantiles fall well inside a step of the exact law (steps of at least 1/27): at n = 4000 the
     # cumulative probabilities are good to 0.008, and the quantiles are then exactly those of the enumeration.
-    for level in (0.95, 0.5):
+    for level in (0.95, 0.6):
         expected = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf")
         assert bootstrap_ci(values_N, n=4000, level=level) == pytest.approx(tuple(expected))
-
-
-def test_bootstrap_agrees_with_scipy() -> None:
-    """Catches an interval of the values instead of their mean."""
-    values_N = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    theirs = stats.bootstrap((values_N.numpy(),), np.mean, n_resamples=4000, method="percentile", rng=0)
-    interval = theirs.confidence_interval
-    width = interval.high - interval.low
-    # Two Monte-Carlo estimates of a 2.5 % quantile from 4000 draws: each is good to about 1 % of the width.
-    assert bootstrap_ci(values_N, n=4000) == pytest.approx((interval.low, interval.high), abs=0.06 * width)
 
 
 def test_bootstrap_is_a_function_of_its_seed() -> None:

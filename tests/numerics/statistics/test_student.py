@@ -6,13 +6,19 @@ import pytest
 from scipy import stats
 import torch
 
-from qspec.numerics.statistics.student import detectable_difference, deviation, mean_interval, quantile, ratio_interval
+from qspec.numerics.statistics.student import (
+    detectable_difference,
+    mean_interval,
+    quantile,
+    ratio_interval,
+    values_needed,
+)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 9, 30, 31, 199, 1000, 1001, 20_000])
 @pytest.mark.parametrize("p", [0.025, 0.5, 0.8, 0.975, 0.9995])
 def test_quantiles_agree_with_scipy(p: float, freedom: int):
-    """Would catch the odd and even series mixed up, a lost factor, and a jump where the expansion takes over."""
+    """Would catch the arguments of scipy's own function mixed up."""
     assert quantile(p, freedom) == pytest.approx(stats.t.ppf(p, freedom), rel=1e-5, abs=1e-9)
 
 
@@ -61,8 +67,24 @@ def test_detectable_difference_has_its_power():
     shown = [ci is not None and ci[0] > 0 for ci in map(mean_interval, samples.tolist())]
     assert sum(shown) / 2000 == pytest.approx(0.8, abs=0.04)  # three standard errors are 0.027; t for noncentral t
     assert detectable_difference(spread, 1) == math.inf
+    for few in (2, 3):  # by n - 1 degrees of freedom
+        reach = stats.t.ppf(0.975, few - 1) + stats.t.ppf(0.8, few - 1)
+        assert detectable_difference(spread, few) == pytest.approx(reach * spread / math.sqrt(few))
 
 
-def test_deviation_is_of_the_population():
-    """Would catch the deviation of the sample, which is too small for few values."""
-    assert deviation([1.0, 2.0, 4.0]) == pytest.approx(math.sqrt(7 / 3))
+def test_clusters_of_one_size_have_the_interval_of_their_mean():
+    """Would catch the variance of a sample for that of its population (n for n - 1): too narrow for few prompts."""
+    parts = [3, 5, 4, 8]
+    assert ratio_interval(parts, [10] * 4) == pytest.approx(mean_interval([part / 10 for part in parts]))
+    assert ratio_interval(parts, [10] * 4, 0.8) == pytest.approx(mean_interval([part / 10 for part in parts], 0.8))
+    assert ratio_interval(parts[:2], [10] * 2) == pytest.approx(mean_interval([0.3, 0.5]))
+
+
+def test_values_needed_is_where_the_effect_becomes_detectable():
+    """Would catch a count that is off by one, one for half the power, and a search that never ends."""
+    for spread, effect in ((0.5, 0.1), (0.02, 0.1), (1.0, 0.9)):
+        needed = values_needed(spread, effect)
+        assert needed is not None
+        assert detectable_difference(spread, needed) <= effect
+        assert needed == 2 or detectable_difference(spread, needed - 1) > effect
+    assert values_needed(1e9, 0.1) is None
