@@ -49,7 +49,7 @@ def bench(
 
     A speculative arm is also compared with the plain arm that holds the same target object: for speed, and at
     temperature 0 token for token.
-    prove: the plain arm whose sampled texts are compared with those of the first arm that drafts for it.
+    prove: the plain arm for which the first arm that drafts samples text, to be held against the target's law.
     """
     spec = recipe.benchmark
     room = min(arm.target.max_length for arm in arms.values()) - spec.max_new_tokens
@@ -76,7 +76,7 @@ def bench(
     law = None
     if prove is not None:
         drafting = next(name for name in arms if facts[name].speculative and facts[name].plain == prove)
-        law = marginals(arms[prove], arms[drafting], requests, eos_ids, recipe.seed, progress)
+        law = marginals(arms[drafting], requests, recipe.seed, progress)
     return speed.model_copy(update={"batches": batches, "marginals": law})
 
 

@@ -1,44 +1,143 @@
-"""Evidence that drafts leave the law of a pair's tokens as it is: sampled texts with drafts and without, compared."""
+"""Evidence that drafts leave the law of a pair's tokens as it is: sampled text against the target's own law.
 
-from collections.abc import Collection, Sequence
+Text is sampled with drafts; the target then reads it once more, plainly, so that the law of every token is known. Two
+counts are compared with what those laws say: tokens that the draft favours, where a draft was judged, and tokens of the
+likelier half of their law, everywhere. What lets too many drafts stand, or draws the wrong token behind a rejection,
+moves the first; a wrong context, temperature or filter the second.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from qspec.measure.arm import Arm, Request
-from qspec.numerics.statistics.two_sample import homogeneity_p
+from qspec.nn.lm import LM
+from qspec.numerics.exactness import detectable_shift, excess_p
+from qspec.numerics.speculation.trees import children
 from qspec.progress import Progress
 from qspec.schema.results import Marginals
 from qspec.speculation.engine import generate
-from qspec.speculation.types import Sampling
+from qspec.speculation.length.policies import Fixed
+from qspec.speculation.types import Drafter, Follower, Generation, More, Proposal, Sampling
 
-PROMPTS, SAMPLES, POSITIONS = 3, 20, 5
+POSITIONS, DRAFTED, TEXTS = 48, 480, 24
+"""Tokens of a text; texts are sampled until so many tokens were drafted, at most so many texts."""
+
+
+LENGTH = 4
+"""Drafts of a step in every other text; the others draft by the arm's own policy."""
 
 
 CERTAIN = 0.001
-"""p-value below which the laws are said to differ: a sound pair is accused once in a thousand times."""
+"""p-value below which the law is said to be another one: a sound pair is accused once in a thousand times."""
+
+
+SHIFT = 0.1
+"""Total variation that has to be detectable (in 4 of 5 cases) for tokens to be said to follow their law."""
+
+
+@dataclass
+class Witness:
+    """A drafter that keeps what it proposed, by the length of the context that each proposal continues."""
+
+    drafter: Drafter
+    proposals: dict[int, Proposal] = field(default_factory=dict)
+
+    def propose(
+        self, context: list[int], k: int, sampling: Sampling, generator: torch.Generator, more: More | None = None
+    ) -> Proposal:
+        self.proposals[len(context)] = self.drafter.propose(context, k, sampling, generator, more)
+        return self.proposals[len(context)]
+
+    def reset(self) -> None:
+        self.drafter.reset()
+
+    def follow(self, target: LM) -> None:
+        if isinstance(self.drafter, Follower):
+            self.drafter.follow(target)
+
+
+@dataclass
+class Counts:
+    """Whether each token fell into its set, and the chance of that."""
+
+    inside: list[bool] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+
+    def add(self, p_V: Tensor, members_V: Tensor, token: int) -> None:
+        self.inside.append(bool(members_V[token]))
+        self.chances.append(min(1.0, max(0.0, float(p_V[members_V].sum()))))
+
+    @property
+    def p_value(self) -> float:
+        return excess_p(self.inside, self.chances)
 
 
 @torch.no_grad()
-def marginals(
-    plain: Arm, drafted: Arm, requests: Sequence[Request], eos_ids: Collection[int], seed: int, progress: Progress
-) -> Marginals:
-    """Sample the first tokens behind a few prompts at temperature 1, `SAMPLES` times each in both arms, and compare."""
-    chosen = sorted(requests, key=lambda request: len(request.tokens))[:PROMPTS]  # short ones are read fastest
-    jobs = [(i, arm, n) for i in range(len(chosen)) for n in range(SAMPLES) for arm in (0, 1)]
-    texts: dict[tuple[int, int], list[list[int]]] = {}
-    for i, which, n in progress.track(jobs, "prove", len(jobs), "text"):
-        arm = (plain, drafted)[which]
-        generator = torch.Generator().manual_seed(seed + (2 * n + which) * len(chosen) + i)
-        law = Sampling(temperature=1.0)
-        told = generate(
-            arm.target, arm.drafter, arm.policy, chosen[i].tokens, POSITIONS, law, eos_ids, generator, domain="proof"
-        )
-        texts.setdefault((i, which), []).append(told.tokens)
-    both = [(_rows(texts[i, 0]), _rows(texts[i, 1])) for i in range(len(chosen))]
-    p = homogeneity_p(both, seed=seed)
-    return Marginals(prompts=len(chosen), samples=SAMPLES, positions=POSITIONS, temperature=1.0, p_value=p)
+def marginals(arm: Arm, requests: Sequence[Request], seed: int, progress: Progress) -> Marginals:
+    """Sample text at temperature 1 with the arm's drafter, behind the shortest prompts first, and judge its tokens.
+
+    Each prompt is read once for its text: the plain reading goes on from there.
+    """
+    assert arm.drafter is not None, "a plain arm has no drafts to judge"
+    shortest = sorted(requests, key=lambda request: len(request.tokens))
+    favoured, likely, law, used = Counts(), Counts(), Sampling(temperature=1.0), 0
+    for used in progress.track(range(1, TEXTS + 1), "prove", TEXTS, "text"):
+        prompt, witness = shortest[(used - 1) % len(shortest)].tokens, Witness(arm.drafter)
+        policy, generator = Fixed(LENGTH) if used % 2 else arm.policy, torch.Generator().manual_seed(seed + used)
+        text = generate(arm.target, witness, policy, prompt, POSITIONS, law, (), generator, domain="proof")
+        arm.target.truncate(len(prompt) - 1)
+        read_T = torch.tensor([prompt[-1], *text.tokens[:-1]])
+        p_TV = law.law(arm.target.forward(read_T, last=len(text.tokens)).cpu().double())
+        for p_V, token in zip(p_TV, text.tokens, strict=True):
+            likely.add(p_V, _likelier_half(p_V), token)
+        for at, favours_V in _favoured(len(prompt), text, witness, p_TV):
+            favoured.add(p_TV[at], favours_V, text.tokens[at])
+        if len(favoured.inside) >= DRAFTED:
+            break
+    p_value = min(1.0, 2 * min(favoured.p_value, likely.p_value))
+    return Marginals(
+        prompts=min(used, len(shortest)),
+        samples=used,
+        positions=POSITIONS,
+        temperature=law.temperature,
+        p_value=p_value,
+        drafted=len(favoured.inside),
+        detectable=detectable_shift(favoured.chances, CERTAIN / 2),
+    )
 
 
-def _rows(texts: Sequence[Sequence[int]]) -> Tensor:
-    return torch.tensor([[*text, *[-1] * (POSITIONS - len(text))] for text in texts])
+def _likelier_half(p_V: Tensor) -> Tensor:
+    """The fewest likeliest tokens that hold half of a law, bool `[V]`."""
+    values_V, ids_V = p_V.sort(descending=True, stable=True)
+    return torch.zeros(len(p_V), dtype=torch.bool).scatter_(0, ids_V, values_V.cumsum(0) - values_V < 0.5)
+
+
+def _favoured(prompt: int, text: Generation, witness: Witness, p_TV: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Places in a text where a draft was judged, and the tokens that it favoured there, bool `[V]`.
+
+    Those are certain drafts, or the tokens that the draft's law holds likelier than the target's. Both are fixed by
+    what stands before, and never by the token that was drawn.
+    """
+    start = 1  # the first token comes from the prompt's pass
+    for step in text.steps:
+        proposal = witness.proposals.get(prompt + start)
+        tokens = text.tokens[start : start + step.accepted + 1]
+        node = -1
+        for at, token in enumerate(tokens, start):
+            siblings = [] if proposal is None else children(proposal.parents)[node + 1]
+            if proposal is None or not siblings:
+                break
+            drafts = proposal.tokens_K[siblings].tolist()
+            if proposal.probs_KV is None:
+                favours_V = torch.zeros(p_TV.shape[1], dtype=torch.bool)
+                favours_V[drafts] = True
+            else:
+                favours_V = proposal.probs_KV[siblings[0]].cpu().double() > p_TV[at]
+            yield at, favours_V
+            node = next((child for child, draft in zip(siblings, drafts, strict=True) if draft == token), -1)
+            if node < 0:
+                break
+        start += len(tokens)

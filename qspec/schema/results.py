@@ -397,9 +397,11 @@ class PromptFacts(Record):
 
 
 class Marginals(Record):
-    """Sampled texts with drafts and without, `samples` of each prompt's first `positions` tokens in each arm.
+    """Text sampled with drafts against the target's own law: `samples` texts of `positions` tokens behind `prompts`.
 
-    `p_value`: chance of a difference at least this large if both follow one law (`numerics.statistics.two_sample`).
+    `p_value`: chance of tokens that differ at least as much if they follow that law (`measure.prove`). `drafted`: tokens
+    that a draft was judged for; `detectable`: the shift of probability towards what drafts favour that they would show
+    in 4 of 5 cases. Both are None in results of the comparison of two samples that was made before.
     """
 
     prompts: int
@@ -407,6 +409,8 @@ class Marginals(Record):
     positions: int
     temperature: float
     p_value: float
+    drafted: int | None = None
+    detectable: float | None = None
 
 
 class Speed(Part):

@@ -32,13 +32,14 @@ def choose(costs: Mapping[K, Costs], limits: Sequence[float | None]) -> tuple[K,
     return best, excess(costs[best], limits) == 0
 
 
-def paying(gains: Mapping[int, float], longest: int) -> tuple[int, list[tuple[int, int, int]]]:
-    """The largest batch size with a speedup above 1 (0: none has), and the schedule that drafts up to there.
+def paying(lows: Mapping[int, float], longest: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """The largest batch size at which drafting is shown to pay (0: none), and the schedule that drafts up to there.
 
-    gains: speedup of drafting by batch size; longest: the most that is drafted at once.
+    lows: lower ends of the intervals of the speedup by batch size, 0 where nothing is known; longest: the most that is
+    drafted at once. The best estimates would keep drafts where they lose: of many noisy ones the last above 1 is luck.
     """
-    last = max((size for size, gain in gains.items() if gain > 1), default=0)
-    return last, schedule({size: longest if size <= last else 0 for size in gains})
+    last = max((size for size, low in lows.items() if low > 1), default=0)
+    return last, schedule({size: longest if size <= last else 0 for size in lows})
 
 
 def schedule(best: Mapping[int, int]) -> list[tuple[int, int, int]]:
