@@ -98,10 +98,10 @@ def _summary(
     rates, base = [_rate(group) for group in answers[name]], [_rate(group) for group in answers[plain]]
     q1, mid, q3 = quartiles(rates)
     drafts = [step.drafted for group in answers[name] for generation in group for step in generation.steps]
-    speedup, (ratios, over) = None, _ratios(rates, base, len(rates) // repeats)
+    speedup, ratios = None, _ratios(rates, base, len(rates) // repeats)
     if name != plain and ratios:
         value, ci = geometric_mean(ratios)
-        metric = f"tokens per second, arm / baseline (geometric mean over {over})"
+        metric = "tokens per second, arm / baseline (geometric mean over groups of prompts)"
         least = detectable_ratio(ratios)
         speedup = Measurement(metric=metric, value=value, unit="x", n=len(ratios), ci=ci, detectable=least)
     pairs = [
@@ -123,10 +123,8 @@ def _summary(
     )
 
 
-def _ratios(rates: Sequence[float], base: Sequence[float], groups: int) -> tuple[list[float], str]:
-    """Paired ratios and what they are of: each group once, its repeats averaged; of a single group, its repeats."""
+def _ratios(rates: Sequence[float], base: Sequence[float], groups: int) -> list[float]:
+    """Paired ratio of every group of prompts; its repeats are averaged, as they are no new prompts."""
     pairs = [rates[i::groups] for i in range(groups)], [base[i::groups] for i in range(groups)]
     by_group = [[a / b for a, b in zip(*pair, strict=True) if a and b] for pair in zip(*pairs, strict=True)]
-    if groups == 1:
-        return by_group[0], "repeats of one group of prompts"
-    return [geometric_mean(ratios)[0] for ratios in by_group if ratios], "groups of prompts"
+    return [geometric_mean(ratios)[0] for ratios in by_group if ratios]

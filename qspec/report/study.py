@@ -3,8 +3,22 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qspec.readable import count, interval, number, percent, times
-from qspec.report.document import Block, Document, Finding, Heading, Paragraph, Plot, Point, Series, Table, compact
+from qspec.numerics.evidence import Evidence, of_ratio
+from qspec.readable import Interval, count, interval, number, percent, times
+from qspec.report.document import (
+    Block,
+    Document,
+    Finding,
+    Heading,
+    Paragraph,
+    Plot,
+    Point,
+    Series,
+    Table,
+    compact,
+    sure_cell,
+)
+from qspec.report.verdict import TONES
 from qspec.schema.results import Results
 from qspec.schema.speed_rows import SpeedRows
 
@@ -71,10 +85,16 @@ def _stranger(results: Results, rows: Sequence[Row]) -> list[Finding]:
     return [Finding("open", f"this study is of {other}, the pair of {own}", "caution") for other in others]
 
 
-def shown(told: Sequence[float] | None) -> tuple[float, tuple[float, float] | None]:
-    """A ratio with its interval, or a median with its quartiles, as rows hold them."""
-    value, *ci = told or (float("nan"),)
-    return value, (ci[0], ci[1]) if ci else None
+def shown(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """A median with its quartiles, as rows hold them."""
+    median, low, high = values
+    return median, (low, high)
+
+
+def ratio(row: Row, name: str) -> tuple[float, Evidence]:
+    """A ratio over the first arm (nan: that was not timed), and what its groups of prompts allow to be said of it."""
+    value, *ci = row[name] or (float("nan"),)
+    return value, of_ratio((ci[0], ci[1]) if ci else None, row.get("groups") or 1)
 
 
 def _lead(rows: Sequence[Row]) -> str:
@@ -85,18 +105,35 @@ def _lead(rows: Sequence[Row]) -> str:
 
 
 def _findings(rows: Sequence[Row]) -> list[Finding]:
-    """The fastest arm of every shape and batch that could be served, and whether it is shown to be faster."""
+    """Of every arm, where it is shown to be faster or slower than the first, and where neither is.
+
+    All arms are named: the best of several, chosen by the numbers that it is reported with, would flatter itself.
+    """
     found: list[Finding] = []
-    for key in dict.fromkeys((row["model"], row["shape"], row["batch"]) for row in rows):
-        own = [r for r in rows if (r["model"], r["shape"], r["batch"]) == key and r.get("synthetic") is None]
-        own = [row for row in own if row["speedup"]]
-        if len(own) < 2:
-            continue
-        best = max(own, key=lambda row: shown(row["speedup"])[0])
-        value, ci = shown(best["speedup"])
-        said = f"{key[1]}, {key[2]} at once: {best['arm']}, {times(value)} ({interval(ci) or 'no interval'})"
-        found.append(Finding("good" if ci is not None and ci[0] > 1 else "open", said, "fastest"))
+    for model, own in _by_model(rows).items():
+        arms = list(dict.fromkeys(row["arm"] for row in own))
+        for arm in arms[1:]:
+            cells = [r for r in own if r["arm"] == arm and r.get("synthetic") is None and r["speedup"]]
+            if cells:
+                found.append(_beside_first(f"{model}: {arm} against {arms[0]}", cells))
     return found
+
+
+def _beside_first(pair: str, rows: Sequence[Row]) -> Finding:
+    judged = [(row, ratio(row, "speedup")) for row in rows]
+    named = {"faster": 1, "slower": -1, "no difference shown": 0}
+    parts = [
+        (word, [_cell(row, value) for row, (value, e) in judged if not e.few and e.sign == sign])
+        for word, sign in named.items()
+    ]
+    parts.append(("too few groups of prompts", [_cell(row, value) for row, (value, e) in judged if e.few]))
+    text = "; ".join(f"{word} at {', '.join(cells)}" for word, cells in parts if cells)
+    signs = {e.sign for _, (_, e) in judged}
+    return Finding(TONES[signs.pop()] if len(signs) == 1 else "open", f"{pair}: {text}")
+
+
+def _cell(row: Row, value: float) -> str:
+    return f"{row['shape']} x {row['batch']} ({times(value)})"
 
 
 def _plots(rows: Sequence[Row]) -> list[Block]:
@@ -105,7 +142,8 @@ def _plots(rows: Sequence[Row]) -> list[Block]:
     plots: list[Block] = []
     for shape in dict.fromkeys(row["shape"] for row in rows) if arms else ():
         caption = f"Tokens per second over the first arm, {shape} tokens, by requests at once (line: 95 % CI)"
-        lines = _lines([r for r in rows if r["shape"] == shape], arms, "speedup")
+        own = [(row, *ratio(row, "speedup")) for row in rows if row["shape"] == shape]
+        lines = _lines([(row, value, found.ci) for row, value, found in own], arms)
         plots.append(Plot(caption, "requests at once", "speedup", lines, guide="one", log_x=True))
     return plots
 
@@ -115,36 +153,45 @@ def _latency_plots(rows: Sequence[Row]) -> list[Block]:
     arms = list(dict.fromkeys(row["arm"] for row in rows if row.get("synthetic") is None))
     plots: list[Block] = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
-        own = [row for row in rows if row["shape"] == shape]
-        for name, axis, said in LATENCIES:
-            caption = f"{said}, {shape} tokens, by requests at once (line: quartiles)"
-            lines = _lines(own, arms, name)
+        for name, axis, what in LATENCIES:
+            caption = f"{what}, {shape} tokens, by requests at once (line: quartiles)"
+            lines = _lines([(row, *shown(row[name])) for row in rows if row["shape"] == shape], arms)
             plots.append(Plot(caption, "requests at once", axis, lines, log_x=True, line="quartiles"))
     return plots
 
 
-def _lines(rows: Sequence[Row], arms: Sequence[str], name: str) -> tuple[Series, ...]:
-    """What rows hold under a name, with its interval or quartiles: a line for each arm, by batch."""
+def _lines(values: Sequence[tuple[Row, float, Interval]], arms: Sequence[str]) -> tuple[Series, ...]:
+    """What rows hold, with its interval or quartiles: a line for each arm, by batch."""
     found: list[Series] = []
     for arm in arms:
-        told = [(row["batch"], *shown(row[name])) for row in rows if row["arm"] == arm]
-        found.append(Series(arm, tuple(Point("", batch, y, y_interval=ci) for batch, y, ci in told), joined=True))
+        own = (Point("", row["batch"], y, y_interval=ci) for row, y, ci in values if row["arm"] == arm)
+        found.append(Series(arm, tuple(own), joined=True))
     return tuple(found)
 
 
 def _ratios(rows: Sequence[Row]) -> list[Table]:
-    """Every ratio; none where only one arm was timed."""
-    if len({row["arm"] for row in rows}) < 2:
+    """Every ratio over the first arm; none where only one was timed."""
+    others = [row for row in rows if row["arm"] != rows[0]["arm"]]
+    if not others:
         return []
-    columns = ("arm", "lengths", "at once", "speedup", "95 % CI", "per token", "95 % CI, per token", "repeats")
+    columns = (
+        "arm",
+        "lengths",
+        "at once",
+        "speedup",
+        "95 % CI",
+        "per token",
+        "95 % CI, per token",
+        "groups of prompts",
+    )
     caption = "Tokens per second from the first request to the last token, and time per token after the first, over "
-    return [compact(caption + "the first arm", columns, tuple(_ratio(row) for row in rows))]
+    return [compact(caption + "the first arm", columns, tuple(_ratio(row) for row in others))]
 
 
 def _ratio(row: Row) -> tuple[str, ...]:
-    (whole, ci), (later, later_ci) = shown(row["speedup"]), shown(row["tpot_speedup"])
-    head = (row["arm"], row["shape"], count(row["batch"]))
-    return (*head, times(whole), interval(ci), times(later), interval(later_ci), count(row["repeats"]))
+    (whole, sure), (later, sure_later) = ratio(row, "speedup"), ratio(row, "tpot_speedup")
+    head, groups = (row["arm"], row["shape"], count(row["batch"])), count(row.get("groups") or 1)
+    return (*head, times(whole), sure_cell(sure), times(later), sure_cell(sure_later), groups)
 
 
 def _latencies(rows: Sequence[Row]) -> Table:

@@ -11,13 +11,15 @@ from qspec.schema.results import Record
 Spread = tuple[float, float, float]
 """Median and quartiles."""
 Ratio = tuple[float] | tuple[float, float, float]
-"""Geometric mean, and its 95 % interval where there are several repeats."""
+"""Geometric mean, and its 95 % interval where there are several groups of prompts."""
 
 
 class TimedRow(Record):
     """An arm at one pair of lengths and one batch. `target`: the model, as a recipe names it; sizes in MB; ratios: over
     the first arm, where it was timed.
 
+    `groups` of different prompts are behind the ratios. None: all repeats asked the same ones, which is one group, and
+    says nothing of other prompts.
     `engine`: `qspec`, or `server`, which says nothing of what it grew by.
     """
 
@@ -29,6 +31,7 @@ class TimedRow(Record):
     new: int
     engine: str
     repeats: int
+    groups: int | None = None
     ttft_s: Spread
     ttft_worst_s: float
     within_ttft: bool

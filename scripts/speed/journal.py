@@ -13,7 +13,8 @@ from scripts.speed.matrix import Lengths, SpeedSubject
 from scripts.speed.study import Row, Timed, ceiling, row
 
 WORK = Path("runs/bench_speed")
-Measure = Callable[[str, Lengths, int], Timed]
+Measure = Callable[[str, Lengths, int, int], Timed]
+"""By arm, lengths, batch and repeat: every repeat asks prompts of its own, since the same ones would say the same."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Study:
     def key(self, arm: str, cell: Cell) -> str:
         s = self.subject
         told = [s.prompts, s.arms[arm], s.shapes[cell.shape]]
-        return digest([self.place, s.model, s.seed, cell.batch, *(part.model_dump(mode="json") for part in told)])
+        fixed = [self.place, s.model, s.seed, cell.batch, {"prompts of repeat": cell.repeat}]
+        return digest([*fixed, *(part.model_dump(mode="json") for part in told)])
 
     def entries(self) -> list[dict[str, Any]]:
         """Lines that hold under the present settings."""
@@ -65,7 +67,7 @@ class Study:
     def run(self, measure: Measure, engine: str, progress: Progress) -> None:
         todo = self.todo
         for arm, cell in progress.track(todo, self.name, len(todo), "cell"):
-            found = measure(arm, self.subject.shapes[cell.shape], cell.batch)
+            found = measure(arm, self.subject.shapes[cell.shape], cell.batch, cell.repeat)
             told = {"cell": asdict(cell), "arm": arm, "key": self.key(arm, cell), "engine": engine}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(told | {"run": asdict(found)}) + "\n")

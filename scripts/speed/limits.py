@@ -1,7 +1,7 @@
-"""Measure speedup by batch, prompt length and candidates beside its prediction; say from where on drafts never pay.
+"""Measure speedup by batch, prompt length and candidates beside its prediction; say up to where drafts pay.
 
-Where drafts stop paying: batch x prompt x candidates of eval/matrices/speculation_limits.yaml, each cell in turns with
-plain decoding, predicted beside measured; the batch from which on drafts never pay. Needs a quiet machine; resumes.
+Batch x prompt x candidates of eval/matrices/speculation_limits.yaml, each cell in turns with plain decoding, every repeat
+with prompts of its own; the batch up to which drafts are shown to pay. Needs a quiet machine; resumes.
   --matrix FILE   --only PATTERN   --again   --threads N   --out FILE (default eval/baselines/speculation_limits.json)
 """
 
@@ -15,8 +15,10 @@ import torch
 from qspec.nn.engines import engine_name
 from qspec.numerics.speculation.speedup import pass_cost
 from qspec.numerics.statistics.pareto import paying
+from qspec.numerics.statistics.predictive import off
 from qspec.progress import Progress
 from qspec.provenance import environment
+from qspec.report.study import ratio
 from qspec.tune.pieces import Journal, Json, pass_times
 from qspec.tune.predict import Passes, passes_of
 from scripts.common import read_options, write_baseline
@@ -29,7 +31,10 @@ BASELINE = Path("eval/baselines/speculation_limits.json")
 PASSES = 7
 ROWS = (1, 2, 4, 7, 10, 16)
 """Rows of a sequence in timed passes; those between lie on straight lines."""
-SHOWN = ("shape", "batch", "arm", "tpot_speedup", "predicted", "tokens_per_step", "never_pays_from_batch", "by_batch")
+SHOWN = (
+    *("shape", "batch", "arm", "groups", "tpot_speedup", "predicted", "within_tolerance", "tokens_per_step"),
+    *("shown_to_pay_up_to_batch", "by_batch"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -64,21 +69,29 @@ def predicted(rows: Sequence[Row], times: Mapping[str, Passes]) -> Iterator[Row]
             continue
         known = {count: seconds for count, (seconds, _) in at.items()}
         step = row["batch"] * small["draft_ms"] / 1000 + pass_cost(known, 1 + small["nodes_per_step"])
-        yield row | {"predicted": round(small["tokens_per_step"] * known[1] / step, 4)}
+        foretold = round(small["tokens_per_step"] * known[1] / step, 4)
+        yield row | {"predicted": foretold, "within_tolerance": not off(foretold, row["tpot_speedup"][0])}
 
 
 def limits(subject: SpeedSubject, rows: Sequence[Row]) -> Iterator[Row]:
-    """By arm: the batch from which on no prompt length has a speedup above 1 (None: none is), and the schedule."""
+    """By arm: the largest batch at which drafts are shown to pay behind every prompt length, and the schedule of that.
+
+    Where one group of prompts was asked there is no interval, so nothing is shown and no schedule follows: None.
+    """
     for arm, spec in subject.arms.items():
-        mine = [r for r in rows if r["arm"] == arm and spec.draft is not None]
+        mine = [(row, ratio(row, "tpot_speedup")[1]) for row in rows if row["arm"] == arm and spec.draft is not None]
         if not mine:
             continue
-        gains = dict.fromkeys(subject.batches, 0.0)
-        for row in mine:
-            gains[row["batch"]] = max(gains[row["batch"]], row["tpot_speedup"][0])
-        last, by_batch = paying(gains, spec.policy.longest)
-        off = next((batch for batch in subject.batches if batch > last), None)
-        yield {"arm": arm, "never_pays_from_batch": off, "by_batch": by_batch}
+        if all(found.few for _, found in mine):
+            yield {"arm": arm, "shown_to_pay_up_to_batch": None, "by_batch": None}
+            continue
+        lows = {
+            batch: [found.ci[0] if found.ci else 0.0 for row, found in mine if row["batch"] == batch]
+            for batch in subject.batches
+        }
+        complete = {b: min(known) if len(known) == len(subject.shapes) else 0.0 for b, known in lows.items()}
+        last, by_batch = paying(complete, spec.policy.longest)
+        yield {"arm": arm, "shown_to_pay_up_to_batch": last, "by_batch": by_batch}
 
 
 def main() -> None:

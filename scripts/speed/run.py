@@ -11,6 +11,7 @@ Arms take turns; cells are kept in runs/bench_speed and not timed again; rows go
 import argparse
 from collections.abc import Sequence
 from functools import cached_property, partial
+from itertools import product
 import json
 from pathlib import Path
 import re
@@ -49,6 +50,8 @@ from scripts.speed.synthetic import SyntheticDrafter
 
 CALIBRATION = CalibrationSpec(samples=8, length=256)
 WARM_UP_TOKENS = 4
+CUTS = 8
+"""Prompts that are cut out of one text, one behind the other, where every text has given its first."""
 LOADS = 4
 """Requests of a server, times how many it gets at once: it must be busy for longer than it takes to start."""
 
@@ -67,16 +70,16 @@ class Engine:
     def text(self) -> Calibration:
         return Calibration(CALIBRATION, self.model.tokenizer, self.subject.seed, self.progress)
 
-    def measure(self, arm: str, lengths: Lengths, batch: int) -> Timed:
-        asked, target = self.prompts(lengths, batch), self.target(arm)
+    def measure(self, arm: str, lengths: Lengths, batch: int, repeat: int) -> Timed:
+        asked, target = self.prompts(lengths, batch, repeat), self.target(arm)
         drafters = [self.drafter(arm, lengths, tokens) for tokens in asked]
         before = peak_memory(reset=True)
         begin = perf_counter()
         found = self._run(target, arm, asked, drafters, lengths.new)
         return timed(found, perf_counter() - begin, max(0, peak_memory() - before))
 
-    def prompts(self, lengths: Lengths, batch: int) -> list[list[int]]:
-        return make_prompts(self.subject, self.model.tokenizer, lengths, batch)
+    def prompts(self, lengths: Lengths, batch: int, repeat: int) -> list[list[int]]:
+        return make_prompts(self.subject, self.model.tokenizer, lengths, batch, repeat)
 
     def target(self, arm: str) -> AnyDecoder:
         return self._decoder(self.model, self.subject.arms[arm].quantization)
@@ -126,8 +129,16 @@ class Engine:
         return self._decoders[key]
 
 
-def make_prompts(subject: SpeedSubject, tokenizer: Tokenizer, lengths: Lengths, count: int) -> list[list[int]]:
-    """Different prompts of exactly that length: real text in the chat template, or tokens at random."""
+def make_prompts(
+    subject: SpeedSubject, tokenizer: Tokenizer, lengths: Lengths, size: int, group: int
+) -> list[list[int]]:
+    """The `group`-th group of `size` prompts, all different and of exactly that length: real text in the chat template,
+    or tokens at random.
+    """
+    return _first_prompts(subject, tokenizer, lengths, (group + 1) * size)[-size:]
+
+
+def _first_prompts(subject: SpeedSubject, tokenizer: Tokenizer, lengths: Lengths, count: int) -> list[list[int]]:
     source = subject.prompts
     if source.random:
         generator = torch.Generator().manual_seed(subject.seed)
@@ -135,10 +146,10 @@ def make_prompts(subject: SpeedSubject, tokenizer: Tokenizer, lengths: Lengths, 
         return [[int(token) for token in row] for row in drawn]
     texts = [prompt.text for prompt in prompts(source.name, None, [source.category])]
     found: list[list[int]] = []
-    for i in range(len(texts)):
-        joined = i
-        text = texts[i]
-        while len(text) < 8 * lengths.prompt and joined + 1 < len(texts):
+    enough = 8 * lengths.prompt
+    for begun, i in product(range(CUTS), range(len(texts))):
+        joined, text = i, texts[i][begun * enough :]
+        while len(text) < enough and joined + 1 < len(texts):
             joined += 1
             text += "\n\n" + texts[joined]
         if (tokens := served_in(lengths.prompt, text, tokenizer)) is not None:
@@ -163,12 +174,12 @@ def peak_memory(reset: bool = False) -> int:
 def warm_up(subject: SpeedSubject, arms: Sequence[str], measure: Measure) -> None:
     shortest = min(subject.shapes.values(), key=lambda lengths: lengths.prompt)
     for arm in arms:
-        measure(arm, Lengths(prompt=shortest.prompt, new=WARM_UP_TOKENS), 1)
+        measure(arm, Lengths(prompt=shortest.prompt, new=WARM_UP_TOKENS), 1, 0)
 
 
 def by_servers(subject: SpeedSubject, servers: dict[str, Api], tokenizer: Tokenizer) -> Measure:
-    def measure(arm: str, lengths: Lengths, at_once: int) -> Timed:
-        asked = make_prompts(subject, tokenizer, lengths, LOADS * at_once)
+    def measure(arm: str, lengths: Lengths, at_once: int, repeat: int) -> Timed:
+        asked = make_prompts(subject, tokenizer, lengths, LOADS * at_once, repeat)
         return load_server(servers[arm], asked, lengths.new, at_once)
 
     return measure

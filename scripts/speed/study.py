@@ -64,12 +64,13 @@ def timed(group: Sequence[Generation], seconds: float, grown: int = 0) -> Timed:
 
 
 def row(mine: Mapping[int, Timed], base: Mapping[int, Timed], ttft_limit: float) -> Row:
-    """Of one arm, by repeat, beside the baseline in the same repeats."""
+    """Of one arm, by repeat, beside the baseline in the same repeats, each of which asks prompts of its own."""
     runs = list(mine.values())
     worst = median(max(run.ttft) for run in runs)
     pairs = [(i, run) for i, run in mine.items() if i in base]
     found: Row = {
         "repeats": len(runs),
+        "groups": len(pairs),
         "ttft_s": _spread([median(run.ttft) for run in runs], 4),
         "ttft_worst_s": round(worst, 4),
         "within_ttft": worst <= ttft_limit,
@@ -119,7 +120,9 @@ def _spread(values: Sequence[float], digits: int) -> list[float]:
 
 
 def _ratio(ratios: Sequence[float]) -> list[float] | None:
-    """Geometric mean over repeats and its interval (Student's t over logarithms; one repeat has none); None of none."""
+    """Geometric mean over groups of prompts and its interval (Student's t over logarithms), from one group without it;
+    None of none.
+    """
     if not ratios:
         return None
     value, ci = geometric_mean(ratios)

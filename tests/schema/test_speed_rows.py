@@ -58,7 +58,7 @@ def test_the_study_beside_a_pair_is_shown_in_all_forms(tmp_path: Path, capsys: C
         found = [r for r in csv.DictReader(file) if r["table"] == table["caption"] and r["column"] == "TTFT, s"]
     assert [float(r["value"]) for r in found] == [c["TTFT, s"]["value"] for c in cells]
     text = (tmp_path / "out/report.md").read_text(encoding="utf-8")
-    assert "9-9, 4 at once: INT8, 2.00×" in text
+    assert "tiny: INT8 against original: faster at 9-9 x 1 (2.00×), 9-9 x 4 (2.00×)" in text
     assert "Speed was measured with one request at a time" not in text
     largest = text[text.index("Largest batch") :]
     assert "| original | 1 |" in largest

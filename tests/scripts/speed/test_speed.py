@@ -1,14 +1,17 @@
 """What a speed study keeps: arms of cells under the settings that decide them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qspec.progress import Progress
 from qspec.schema.problems import validate
 from scripts.speed.matrix import Lengths, SpeedSubject
-from scripts.speed.run import Study
+from scripts.speed import run as bench_speed
+from scripts.speed.run import Study, make_prompts
 from scripts.speed.study import Timed
+from tests.arms import Letters
 
 
 def subject(**changed: object) -> SpeedSubject:
@@ -21,7 +24,7 @@ def test_what_did_not_change_is_not_timed_again(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("scripts.speed.journal.WORK", tmp_path)
     asked: list[tuple[str, int]] = []
 
-    def measure(arm: str, lengths: Lengths, batch: int) -> Timed:
+    def measure(arm: str, lengths: Lengths, batch: int, repeat: int) -> Timed:
         asked.append((arm, batch))
         return Timed((0.1,), (0.1,), 9, 1.0)
 
@@ -36,3 +39,19 @@ def test_what_did_not_change_is_not_timed_again(tmp_path: Path, monkeypatch: pyt
     assert run(subject(arms={"a": {}, "b": {}}), "a", "b") == [("b", 1), ("b", 1)]
     assert len(run(subject(), "a", "b", place="server")) == 4
     assert Study("s", subject(), ("b",), "qspec").todo == []
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_every_repeat_asks_prompts_of_its_own(random: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch one prompt that is asked three times and called three, and texts that run out behind a few groups."""
+    texts = [SimpleNamespace(text=f"{i} " + "".join(chr(97 + (i + j) % 26) for j in range(900))) for i in range(3)]
+    monkeypatch.setattr(bench_speed, "prompts", lambda *told: texts)
+    monkeypatch.setattr(bench_speed, "real_vocab", lambda tokenizer: 250)
+    asked = subject(prompts={"random": random}, arms={"a": {}})
+    lengths = Lengths(prompt=60, new=2)
+    groups = [make_prompts(asked, Letters(), lengths, 2, repeat) for repeat in range(3)]
+    found = {tuple(tokens) for group in groups for tokens in group}
+    assert [len(group) for group in groups] == [2, 2, 2]
+    assert len(found) == 6
+    assert {len(tokens) for tokens in found} == {60}
+    assert make_prompts(asked, Letters(), lengths, 2, 1) == groups[1]

@@ -12,6 +12,7 @@ from qspec.eval_files import eval_dir
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.roofline import PassCost
 from qspec.planning.planned import resolve
+from qspec.report.document import Finding
 from qspec.report.render import markdown as report_markdown
 from qspec.report.study import document
 from qspec.schema.problems import validate
@@ -49,6 +50,32 @@ def test_arms_are_compared_within_their_repeats() -> None:
     assert row(base, base, 0.5)["speedup"] == [1.0]
     assert row({0: _timed(20)}, base, 0.5)["speedup"] == [2.0]
     assert row({0: _timed(20)}, {}, 0.5)["speedup"] is None
+
+
+def test_repeats_of_one_prompt_have_no_interval() -> None:
+    """Would catch "1.91 (1.81 to 2.01)" of one prompt that was asked three times, as older studies hold it."""
+    head = {"model": "m", "shape": "9-9", "batch": 1, "prompt": 9, "new": 9, "synthetic": None}
+    base, fast = ({i: _timed(rate) for i in range(3)} for rate in (10, 20))
+    rows = [head | {"arm": "original"} | row(base, base, 1), head | {"arm": "INT8"} | row(fast, base, 1)]
+    assert "faster at 9-9 x 1 (2.00×)" in report_markdown.render(document({}, rows))
+    same = [{name: value for name, value in each.items() if name != "groups"} for each in rows]
+    text = report_markdown.render(document({}, same))
+    assert "too few groups of prompts at 9-9 x 1 (2.00×)" in text
+    assert "2.00 to 2.00" not in text
+
+
+def test_every_arm_of_a_study_is_named_and_none_is_picked() -> None:
+    """Would catch the luckiest arm of a cell called the fastest, by the numbers that made it so."""
+    head = {"model": "m", "shape": "9-9", "batch": 1, "prompt": 9, "new": 9, "synthetic": None}
+    rates = {"original": (10, 10, 10), "slow": (5, 5.1, 4.9), "even": (10.5, 9.5, 10), "fast": (20, 21, 19)}
+    runs = {arm: dict(enumerate(map(_timed, each))) for arm, each in rates.items()}
+    rows = [head | {"arm": arm} | row(mine, runs["original"], 1) for arm, mine in runs.items()]
+    found = [block for block in document({}, rows).blocks if isinstance(block, Finding)]
+    assert [(f.tone, f.text.split(" at ")[0]) for f in found] == [
+        ("bad", "m: slow against original: slower"),
+        ("open", "m: even against original: no difference shown"),
+        ("good", "m: fast against original: faster"),
+    ]
 
 
 def test_the_ceiling_counts_what_a_step_reads() -> None:
@@ -124,6 +151,7 @@ def test_the_page_shows_lengths_batches_and_ceilings() -> None:
         head | {"arm": "made up", "synthetic": 0.9} | row({i: _timed(90 + i) for i in range(3)}, base, 1),
     ]
     text = report_markdown.render(document({"cpu": "x"}, [*rows, *largest_batches(rows, 1.0)]))
-    assert "9-9, 2 at once: INT8, 2.8" in text
+    assert "m: INT8 against original: faster at 9-9 x 2 (2.8" in text
+    assert "made up (no draft) against" not in text
     assert "say nothing of one that could be had" in text
     assert "within 1 s" in text
