@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from qspec.numerics.evidence import useful
 from qspec.numerics.statistics.pareto import choose, excess, front, schedule
 from qspec.planning.tune_space import Space
 from qspec.schema.recipe import BudgetSpec
@@ -75,9 +76,8 @@ def within(prediction: Prediction, budget: BudgetSpec) -> bool:
 
 def sentence(chosen: Prediction, every: Sequence[Prediction], budget: BudgetSpec, fits: bool) -> str:
     """Why this one: against the best plain one, and what the budget keeps out."""
-    told = (
-        f"{chosen.name}: {1 / chosen.seconds:.1f} tokens/s predicted ({1 / chosen.ci[1]:.1f} to {1 / chosen.ci[0]:.1f})"
-    )
+    sure = f"{1 / chosen.ci[1]:.1f} to {1 / chosen.ci[0]:.1f}" if useful(chosen.ci) else "the times spread too far"
+    told = f"{chosen.name}: {1 / chosen.seconds:.1f} tokens/s predicted ({sure})"
     told += f", KL {chosen.kl:.4f}, first token after {chosen.ttft:.2f} s, {chosen.memory / 1e6:.0f} MB"
     plain = min((p for p in every if p.gamma == 0 and p.target == chosen.target), key=lambda p: p.seconds, default=None)
     if plain is not None and chosen.gamma:

@@ -79,6 +79,16 @@ def speed_of(runs: Sequence[Run]) -> Rate:
     return sum(tokens) / sum(seconds), ci and (1 / ci[1], 1 / ci[0] if ci[0] > 0 else math.inf)
 
 
+def halves(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """Runs of every other prompt, and of the others: the best is chosen by the first and reported with the second.
+
+    Both are all runs where there is a single prompt.
+    """
+    prompts = sorted({run.prompt for run in runs})
+    first, second = (prompts[::2], prompts[1::2]) if len(prompts) > 1 else (prompts, prompts)
+    return [run for run in runs if run.prompt in first], [run for run in runs if run.prompt in second]
+
+
 def _read_runs(path: Path, key: str) -> list[Run]:
     """Runs of the same question; a last line that a kill cut short is left out."""
     found: list[Run] = []

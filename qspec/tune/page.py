@@ -1,6 +1,6 @@
 """What a joint search found, as data and as a page: predicted beside measured."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 import math
@@ -8,24 +8,33 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
+from qspec.measure.arm import Run
+from qspec.measure.items import task_evidence, task_verdict
+from qspec.numerics.evidence import useful
 from qspec.numerics.speculation.lowering import Levels
-from qspec.numerics.statistics.predictive import excess_deviation, left_out, widened
+from qspec.numerics.statistics.predictive import TOLERANCE, excess_deviation, left_out, off, widened
 from qspec.planning.tune_space import Pruned
 from qspec.readable import count, interval, number, percent, percents, size
-from qspec.report.document import Block, Document, Finding, Heading, Paragraph, Plot, Point, Series, Table
+from qspec.report.document import Block, Document, Finding, Heading, Paragraph, Plot, Point, Series, Table, Tone
 from qspec.tune.answer import Answer, within
-from qspec.tune.confirm import Tasks
+from qspec.tune.confirm import Rate, Tasks, halves, speed_of
 from qspec.tune.layers import Lowered, as_data as layers_data
 from qspec.tune.predict import Prediction
 
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A combination that was run: tokens per second, with a 95 % interval over prompts (None from a single one)."""
+    """A combination that was run: tokens per second, with a 95 % interval over prompts (None from a single one).
+
+    chosen_by: the speed on every other prompt, which the choice is made by; reported: that on the others, which the
+    choice is reported with, since the best of several flatters itself on the prompts that chose it.
+    """
 
     prediction: Prediction
     speed: float
     ci: tuple[float, float] | None = None
+    chosen_by: float | None = None
+    reported: Rate | None = None
 
     @property
     def predicted(self) -> float:
@@ -33,8 +42,19 @@ class Confirmed:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Error of the prediction, relative to what was measured."""
         return self.predicted / self.speed - 1
+
+    @property
+    def off(self) -> bool:
+        """Whether the prediction misses by more than its tolerance."""
+        return off(self.predicted, self.speed)
+
+
+def confirmed(prediction: Prediction, runs: Sequence[Run]) -> Confirmed:
+    """A combination with the speeds of its runs."""
+    choosing, judging = halves(runs)
+    return Confirmed(prediction, *speed_of(runs), speed_of(choosing)[0], speed_of(judging))
 
 
 @dataclass(frozen=True)
@@ -49,10 +69,10 @@ class Outcome:
 
     @property
     def chosen(self) -> Confirmed:
-        """The fastest measured one within the budget; without one the predicted choice, which is run first."""
+        """The fastest within the budget, on the prompts that choose; without one the predicted choice."""
         budget = self.answer.budget
         fitting = [c for c in self.confirmed if within(c.prediction, budget) and self._recovers(c.prediction.target)]
-        return max(fitting, key=lambda c: c.speed, default=self.confirmed[0])
+        return max(fitting, key=lambda c: c.chosen_by or c.speed, default=self.confirmed[0])
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -79,20 +99,35 @@ class Outcome:
         return sum(inside) / len(inside)
 
     @property
+    def warning(self) -> str:
+        """What speaks against predictions that were not put to the test; empty where all that were held."""
+        missed = sum(c.off for c in self.confirmed)
+        if not missed:
+            return ""
+        return (
+            f"Warning: {missed} of {len(self.confirmed)} predictions miss by more than the tolerance of "
+            f"{percent(TOLERANCE, 0)}, so those of combinations that were not run may be as far off."
+        )
+
+    @property
     def why(self) -> str:
         middle, worst = self.errors
         chosen = self.chosen
-        return (
+        speed, _ = chosen.reported or (chosen.speed, None)
+        said = (
             f"{self.answer.why} Of {len(self.confirmed)} combinations that were run, {chosen.prediction.name} is the "
-            f"choice: {chosen.speed:.1f} tokens/s measured, {chosen.predicted:.1f} predicted. Predictions missed by "
-            f"{percent(middle)} (median) and {percent(worst)} (worst); {percent(self.coverage, 0)} of the measured "
-            "speeds lie in their predicted interval, widened by the errors of the others."
+            f"choice: {speed:.1f} tokens/s measured on prompts that did not choose it, {chosen.predicted:.1f} "
+            f"predicted. Predictions missed by {percent(middle)} (median) and {percent(worst)} (worst); "
+            f"{percent(self.coverage, 0)} of the measured speeds lie in their predicted interval, widened by the "
+            "errors of the others."
         )
+        return f"{said} {self.warning}" if self.warning else said
 
     def _recovers(self, target: str) -> bool:
         """Whether no task that was measured falls below the budget's recovery."""
         least = self.answer.budget.min_recovery or 0.0
-        return all(task.recovery is None or task.recovery >= least for task in self.tasks.get(target, ()))
+        asked = [task for task in self.tasks.get(target, ()) if task_evidence(task).chance is None]
+        return all(task.recovery is None or task.recovery >= least for task in asked)
 
     @cached_property
     def _missed(self) -> tuple[list[float], list[float]]:
@@ -111,7 +146,14 @@ def as_data(found: Outcome) -> dict[str, Any]:
         "why": found.why,
         "chosen": _confirmed(found, found.chosen),
         "schedule": [list(entry) for entry in found.answer.schedule],
-        "error": {"median": middle, "worst": worst, "model": found.model_error, "coverage": found.coverage},
+        "error": {
+            "median": middle,
+            "worst": worst,
+            "model": found.model_error,
+            "coverage": found.coverage,
+            "tolerance": TOLERANCE,
+            "beyond_tolerance": sum(c.off for c in found.confirmed),
+        },
         "confirmed": [_confirmed(found, c) for c in found.confirmed],
         "front": [_row(found, p) for p in found.answer.front],
         "layers": [layers_data(one) for one in found.lowered],
@@ -128,16 +170,19 @@ def as_data(found: Outcome) -> dict[str, Any]:
 def document(found: Outcome, name: str) -> Document:
     """The page."""
     points = tuple(
-        Point(c.prediction.name, c.predicted, c.speed, found.interval(c.prediction), c.ci) for c in found.confirmed
+        Point(c.prediction.name, c.predicted, c.speed, *(ci if useful(ci) else None for ci in intervals))
+        for c in found.confirmed
+        for intervals in [(found.interval(c.prediction), c.ci)]
     )
     plot = Plot(
         "Predicted and measured", "tokens/s, predicted", "tokens/s, measured", (Series("", points),), "diagonal"
     )
     rows = tuple(
-        (*_cells(found, c.prediction), number(c.speed), interval(c.ci), percent(c.error)) for c in found.confirmed
+        (*_cells(found, c.prediction), number(c.speed), _ends(c.ci), percent(c.error), "no" if c.off else "yes")
+        for c in found.confirmed
     )
     predicted = ("combination", "predicted tokens/s", "95 % of runs", "KL", "95 % CI, KL", "first token, s", "memory")
-    columns = (*predicted, "measured tokens/s", "95 % CI", "error")
+    columns = (*predicted, "measured tokens/s", "95 % CI", "error", f"within {percent(TOLERANCE, 0)}")
     front = tuple(_cells(found, p) for p in found.answer.front)
     schedule = ", ".join(f"{k} at batch {lo} to {hi}" for lo, hi, k in found.answer.schedule)
     pruned = Table("Left out", ("combination", "why"), found.pruned)
@@ -145,7 +190,8 @@ def document(found: Outcome, name: str) -> Document:
         f"{name}: the best pair",
         f"{len(found.answer.every)} combinations predicted, {len(found.confirmed)} run",
         (
-            Finding("good" if found.answer.fits else "bad", found.why),
+            Finding(_tone(found), found.why),
+            *([Finding("open", found.warning, "off")] if found.warning else []),
             Paragraph(f"Draft length of the predicted choice: {schedule}."),
             Heading("Confirmed"),
             plot,
@@ -159,8 +205,20 @@ def document(found: Outcome, name: str) -> Document:
     )
 
 
+def _tone(found: Outcome) -> Tone:
+    """Good only where the budget is met and the predictions that were put to the test held."""
+    if not found.answer.fits:
+        return "bad"
+    return "open" if found.warning else "good"
+
+
+def _ends(ci: tuple[float, float] | None) -> str:
+    """An interval of a speed, as far as it says something."""
+    return interval(ci) if useful(ci) else "unknown"
+
+
 def _cells(found: Outcome, p: Prediction) -> tuple[str, ...]:
-    speed = number(1 / p.seconds), interval(found.interval(p))
+    speed = number(1 / p.seconds), _ends(found.interval(p))
     return (p.name, *speed, number(p.kl), interval(p.kl_ci), number(p.ttft), size(p.memory))
 
 
@@ -175,8 +233,8 @@ def _tasks(tasks: Tasks) -> Iterator[Block]:
             number(task.original.value),
             number(task.quantized.value),
             percent(task.recovery if task.recovery is not None else math.nan),
-            percents(task.recovery_ci),
-            task.verdict,
+            "" if task_evidence(task).open else percents(task.recovery_ci),
+            task_verdict(task),
         )
         for target, found in tasks.items()
         for task in found
@@ -224,4 +282,7 @@ def _row(found: Outcome, p: Prediction) -> dict[str, Any]:
 
 
 def _confirmed(found: Outcome, c: Confirmed) -> dict[str, Any]:
-    return _row(found, c.prediction) | {"measured_tok_s": c.speed, "measured_ci": c.ci and list(c.ci)}
+    measured = {"measured_tok_s": c.speed, "measured_ci": c.ci and list(c.ci), "within_tolerance": not c.off}
+    speed, ci = c.reported or (c.speed, c.ci)
+    halved = {"chosen_by_tok_s": c.chosen_by or c.speed, "reported_tok_s": speed, "reported_ci": ci and list(ci)}
+    return _row(found, c.prediction) | measured | halved

@@ -28,7 +28,7 @@ from qspec.tune.confirm import Rate, asked, confirm, finalists, measure_tasks, s
 from qspec.tune.halves import Halves
 from qspec.tune.layers import Lowered, Lowering, ladders
 from qspec.tune.measure import Pieces
-from qspec.tune.page import Confirmed, Outcome, as_data, document
+from qspec.tune.page import Confirmed, Outcome, as_data, confirmed, document
 from qspec.tune.pieces import Journal
 from qspec.tune.predict import Model
 from qspec.tune.whatif import WhatIf, on_device, predict_device
@@ -102,7 +102,7 @@ class Study:
         eos_ids = self._originals.target.arch.eos_ids
         runs = confirm(arms, self._requests[1], self.recipe, eos_ids, self._runs, self.progress)
         speeds = {name: speed_of(mine) for name, mine in runs.items()}
-        return tuple(Confirmed(p, *speeds[p.name]) for p in chosen), {name: speeds[name] for name in beside or {}}
+        return tuple(confirmed(p, runs[p.name]) for p in chosen), {name: speeds[name] for name in beside or {}}
 
     @cached_property
     def _originals(self) -> Originals:
@@ -148,9 +148,9 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome
     study = Study(recipe, out, progress)
     with sole_writer(out):
         predicted, lowered = study.search()
-        confirmed, _ = study.confirm(predicted, lowered)
+        runs, _ = study.confirm(predicted, lowered)
         tasks = measure_tasks(study.pieces, asked(predicted, study.spec.evaluate))
-        found = Outcome(predicted, confirmed, study.space.pruned, tuple(lowered), tasks)
+        found = Outcome(predicted, runs, study.space.pruned, tuple(lowered), tasks)
         _write(study, found)
     study.progress.close()
     return found

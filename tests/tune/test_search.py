@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,20 @@ import torch
 from qspec.bridges import harness
 from qspec.bridges.harness import Sample, Scores
 from qspec.errors import OutputError, RecipeError
+from qspec.measure.arm import Run
 from qspec.numerics.speculation.lowering import path
 from qspec.planning.preview import preview
 from qspec.planning.preview_text import render
 from qspec.planning.tune_space import PLAIN, space_of
+from qspec.report.document import Finding, Table
 from qspec.schema.recipe import Recipe
 from qspec.schema.tuning import LayersSpec
-from qspec.speculation.types import Sampling
+from qspec.speculation.types import Generation, Sampling
 from qspec.tune import measure as tune_measure, search as tune_pair
 from qspec.tune.answer import Answer, pick
 from qspec.tune.confirm import measure_tasks
 from qspec.tune.layers import Lowering, ladders
-from qspec.tune.page import Confirmed, Outcome, as_data
+from qspec.tune.page import Confirmed, Outcome, as_data, confirmed, document
 from qspec.tune.pieces import bookkeeping
 from qspec.tune.predict import DraftPiece, Model, Rounds, TargetPiece
 from tests.jobs import job
@@ -146,6 +149,65 @@ def test_intervals_hold_the_error_of_the_model(tmp_path: Path, model: Path) -> N
     assert off.interval(every[1])[1] > 1.1 / every[1].seconds
     assert off.coverage == 0.75
     assert as_data(off)["error"]["coverage"] == 0.75
+
+
+def run(prompt: int, seconds: float) -> Run:
+    return Run("a", 0.0, 0, prompt, Generation([1] * 11, [], seconds=seconds))
+
+
+def test_a_prediction_that_misses_is_a_warning(tmp_path: Path, model: Path) -> None:
+    """A green PASS over a prediction that is 56 % off, and an answer on the terminal that does not say so."""
+    found, recipe = toy([True] * 9), tuned(tmp_path, model)
+    every = tuple(found.predict("t", "d", g, 1e6) for g in (1, 2, 4))
+    answer = Answer(every, recipe.budget, {1: 0})
+
+    def outcome(*factors: float) -> Outcome:
+        pairs = zip(every, factors, strict=True)
+        return Outcome(answer, tuple(Confirmed(p, factor / p.seconds) for p, factor in pairs), ())
+
+    sound, wrong = outcome(1.0, 1.2, 0.85), outcome(1.0, 0.64, 2.0)
+    assert (sound.warning, document(sound, "x").blocks[0].tone) == ("", "good")
+    assert "Warning" not in sound.why
+    page = document(wrong, "x")
+    assert [(block.tone, block.word) for block in page.blocks if isinstance(block, Finding)] == [
+        ("open", ""),
+        ("open", "off"),
+    ]
+    assert wrong.why.endswith(
+        "Warning: 2 of 3 predictions miss by more than the tolerance of 25 %, so those of combinations that were not "
+        "run may be as far off."
+    )
+    (table,) = [block for block in page.blocks if isinstance(block, Table) and block.columns[-1] == "within 25 %"]
+    assert [row[-1] for row in table.rows] == ["yes", "no", "no"]
+    assert as_data(wrong)["error"]["beyond_tolerance"] == 2
+
+
+def test_the_choice_is_reported_on_prompts_that_did_not_make_it(tmp_path: Path, model: Path) -> None:
+    """The luckiest of many combinations, at the speed that its luck made."""
+    found, recipe = toy([True] * 9), tuned(tmp_path, model)
+    lucky, steady = (found.predict("t", "d", g, 1e6) for g in (1, 2))
+    runs = {
+        lucky: [run(prompt, 1.0 if prompt % 2 == 0 else 5.0) for prompt in range(6)],
+        steady: [run(prompt, 2.0) for prompt in range(6)],
+    }
+    outcome = Outcome(
+        Answer((lucky, steady), recipe.budget, {1: 0}), tuple(confirmed(p, mine) for p, mine in runs.items()), ()
+    )
+    assert outcome.chosen.prediction == lucky
+    assert "2.0 tokens/s measured on prompts that did not choose it" in outcome.why  # 10 on those that did
+    kept = as_data(outcome)["chosen"]
+    assert (kept["chosen_by_tok_s"], kept["reported_tok_s"]) == (pytest.approx(10.0), pytest.approx(2.0))
+    assert confirmed(lucky, [run(3, 2.0)]).reported == (pytest.approx(5.0), None)
+
+
+def test_an_interval_without_bounds_is_unknown(tmp_path: Path, model: Path) -> None:
+    """A speed "0.00176 to 2,577,683" of a machine that stood still in one pass."""
+    found, recipe = toy([True] * 9), tuned(tmp_path, model)
+    wild = replace(found.predict("t", "d", 1, 1e6), ci=(1e-3, 1e3))
+    outcome = Outcome(Answer((wild,), recipe.budget, {1: 0}), (Confirmed(wild, 1 / wild.seconds, (0.1, inf)),), ())
+    assert "the times spread too far" in outcome.why
+    tables = [block for block in document(outcome, "x").blocks if isinstance(block, Table)]
+    assert [row.count("unknown") for table in tables for row in table.rows] == [2, 1]
 
 
 def test_budgets_exclude_and_the_nearest_is_named(tmp_path: Path, model: Path) -> None:
