@@ -91,14 +91,26 @@ def best(arms: Mapping[str, Windows]) -> str | None:
 
 
 def verdict(ours: Mapping[str, Windows], peers: Mapping[str, Windows]) -> str:
-    """One line: the best of ours, the best peer, the paired difference and whether it is shown."""
-    mine, theirs = best(ours), best(peers)
+    """One line: the best of ours, the best peer, the paired difference and whether it is shown.
+
+    Every other window chooses the best of each side, the others judge them: on the windows that chose them both sides
+    would flatter themselves, the one with more arms the more. KL is that of all windows.
+    """
+    sides = {"qspec": ours, "llmcompressor": peers}
+    chosen = {side: best({arm: _part(windows, 0) for arm, windows in arms.items()}) for side, arms in sides.items()}
+    named = " | ".join(_arm(side, chosen[side], arms) for side, arms in sides.items())
+    mine, theirs = chosen.values()
     if mine is None or theirs is None:
-        return f"{_arm('qspec', mine, ours)} | {_arm('llmcompressor', theirs, peers)} | no contest"
-    found = difference(ours[mine], peers[theirs])
+        return f"{named} | no contest"
+    found = difference(_part(ours[mine], 1), _part(peers[theirs], 1))
     outcome = {1: "qspec wins", -1: "llmcompressor wins", 0: "no difference detected"}[found.sign]
     gap = f"{found.mean:+.5f} [{found.ci[0]:+.5f}, {found.ci[1]:+.5f}]"
-    return f"{_arm('qspec', mine, ours)} | {_arm('llmcompressor', theirs, peers)} | {gap} | {outcome}"
+    return f"{named} | {gap} | {outcome}"
+
+
+def _part(windows: Windows, first: int) -> Windows:
+    """Every other window from the first or the second on; all of a single one."""
+    return {metric: values[first::2] if len(values) > 1 else values for metric, values in windows.items()}
 
 
 def _arm(engine: str, name: str | None, arms: Mapping[str, Windows]) -> str:

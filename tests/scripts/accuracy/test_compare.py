@@ -72,6 +72,14 @@ def test_the_verdict_is_between_the_best_of_each() -> None:
     assert verdict({"best": ours}, {}).endswith("no contest")
 
 
+def test_arms_are_chosen_on_other_windows_than_they_are_judged_on() -> None:
+    """Catches a win of the luckiest of many arms, each as good as the peer: the mean of the windows that chose it."""
+    lucky = {"kl": [0.1, 0.2] * 6} | {metric: [0.5] * 12 for metric in ("top1", "nll")}
+    line = verdict({"lucky": lucky, "even": windows([0.16] * 12)}, {"rtn": windows([0.2] * 12)})
+    assert "qspec lucky 0.15000" in line
+    assert line.endswith("no difference detected")
+
+
 def test_formats_are_equal_up_to_how_ranges_were_found(tmp_path: Path) -> None:
     """Catches a contest between different numbers of bits, and one that is called off for another clip."""
     arch = load(tiny_model("llama", tmp_path)).arch
