@@ -1,6 +1,7 @@
 """KV caches: round trips, roll-back, and storage against theory."""
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -42,6 +43,23 @@ def test_quantized_cache_is_close_to_what_was_written(scheme: KVScheme) -> None:
     for got, want in ((keys, k), (values, v)):
         torch.testing.assert_close(got, want, rtol=1 / 16, atol=0.02)
         assert not torch.equal(got, want)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+@pytest.mark.parametrize("value", [FP8_E4M3, FP8_E5M2])
+def test_keys_and_values_have_their_own_scales(granularity: Literal["tensor", "head"], value: NumFormat) -> None:
+    """Catches the scale of keys used for values: of a thousand times larger keys it leaves nothing of the values.
+
+    Formats that are alike are stored together, others apart.
+    """
+    scheme = KVScheme(FP8_E4M3, granularity, value=None if value is FP8_E4M3 else KVPart(value, granularity))
+    size = ARCH.n_kv_heads if granularity == "head" else 1
+    scales = [{name: factor * torch.linspace(0.01, 0.02, size) for name in NAMES} for factor in (1000.0, 1.0)]
+    k, v = _kv(9, 0)
+    keys, values = QuantizedKVCache(ARCH, 64, torch.float32, scheme, *scales).update(1, 0, 1000 * k, v)
+    # e5m2 keeps 2 mantissa bits: relative 1/8
+    torch.testing.assert_close(keys / 1000, k, rtol=1 / 16, atol=0.02)
+    torch.testing.assert_close(values, v, rtol=1 / 8, atol=0.02)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
