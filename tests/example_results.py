@@ -225,7 +225,13 @@ def example() -> Results:
             "device": "cpu",
             "budget": {"max_kl": 0.05, "min_recovery": 0.99, "ttft_s": 2.0},
         },
-        environment={"python": "3.11.9", "torch": "2.13.0", "cpu": HOSTILE, "threads": "2"},
+        environment={
+            "python": "3.11.9",
+            "torch": "2.13.0",
+            "cpu": HOSTILE,
+            "threads": "2",
+            "engine": "C++ core (avx2)",
+        },
         digests={"target/model.safetensors": "ab" * 32},
         accuracy=Accuracy(
             fidelity=fidelity, needles=needles(), tasks=(task(),), skipped=("mmlu_pro with backend hf: no folder",)

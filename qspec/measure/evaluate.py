@@ -7,7 +7,7 @@ from qspec.bridges import harness
 from qspec.bridges.harness import Sample, Scores
 from qspec.errors import SourceError
 from qspec.measure.fidelity import measure_fidelity
-from qspec.measure.items import compare_items, score_interval
+from qspec.measure.items import chance_of, compare_items, score_interval
 from qspec.measure.needle import measure_needles
 from qspec.nn.lm import LM
 from qspec.numerics.statistics.paired import holm
@@ -103,7 +103,7 @@ def compare(task: TaskSpec, backend: str, original: Scores, quantized: Scores) -
         only_quantized=found.only_b,
         p_value=found.p_value,
         detectable=found.difference.detectable or 1.0,
-        verdict=found.verdict("quantized"),
+        verdict=found.verdict("quantized", chance_of(task.name, original.condition)),
         original_cut=sum(r.original_cut for r in rows) / n,
         quantized_cut=sum(r.quantized_cut for r in rows) / n,
         prompts_cut=sum(r.prompt_cut for r in rows),

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from qspec.measure.items import subject_evidence, task_evidence, task_verdict
+from qspec.numerics.evidence import of_ratio
 from qspec.readable import Numeral, count, interval, number, percent, percents, times
-from qspec.report.document import Bar, Block, Details, Dots, Heading, Paragraph, Table, compact
+from qspec.report.document import Bar, Block, Details, Dots, Heading, Paragraph, Table, compact, least, sure_cell
 from qspec.schema.results import Accuracy, Fidelity, Measurement, Scalar, TaskResult
 
 DETECTABLE = "Detectable: the smallest true change that such a measurement shows in 4 of 5 repetitions."
@@ -21,7 +23,7 @@ def accuracy_blocks(accuracy: Accuracy) -> list[Block]:
 
 def _fidelity(found: Fidelity) -> Table:
     measurements = found.measurements()
-    rows = tuple((m.metric, number(m.value), interval(m.ci), _least(m), m.unit, count(m.n)) for m in measurements)
+    rows = tuple((m.metric, number(m.value), *_sure(m), m.unit, count(m.n)) for m in measurements)
     caption = f"Fidelity to the original on held-out text ({conditions(measurements[0].condition)})"
     return compact(caption, ("", "value", "95 % CI", "detectable", "unit", "windows"), rows)
 
@@ -31,7 +33,7 @@ def _texts(texts: Sequence[Fidelity]) -> list[Block]:
     if len(texts) < 2:
         return []
     ratios = [(str(text.kl.condition.get("data", "")), text.perplexity_ratio) for text in texts]
-    bars = tuple(Bar(name, ratio.value, times(ratio.value), ratio.ci) for name, ratio in ratios)
+    bars = tuple(Bar(name, ratio.value, times(ratio.value), of_ratio(ratio.ci, ratio.n).ci) for name, ratio in ratios)
     columns = ("text", "windows", "perplexity", "ratio", "95 % CI", "detectable", "KL", "95 % CI", "top-1", "95 % CI")
     rows = tuple(
         (
@@ -39,8 +41,7 @@ def _texts(texts: Sequence[Fidelity]) -> list[Block]:
             count(ratio.n),
             number(text.original_perplexity.value),
             times(ratio.value),
-            interval(ratio.ci),
-            _least(ratio),
+            *_sure(ratio),
             number(text.kl.value),
             interval(text.kl.ci),
             percent(text.top1_agreement.value),
@@ -52,8 +53,14 @@ def _texts(texts: Sequence[Fidelity]) -> list[Block]:
     return [chart, compact("Fidelity by text; perplexity is the original's", columns, rows)]
 
 
-def _least(m: Measurement) -> str:
-    return "" if m.detectable is None else percent(m.detectable)
+def _sure(m: Measurement) -> tuple[str, str]:
+    """Interval and what would have shown; of what has a detectable change, which are ratios, only as far as they say
+    something.
+    """
+    if m.detectable is None:
+        return interval(m.ci), ""
+    found = of_ratio(m.ci, m.n)
+    return sure_cell(found), least(found)
 
 
 def _task(task: TaskResult) -> list[Block]:
@@ -63,9 +70,10 @@ def _task(task: TaskResult) -> list[Block]:
     rows: list[tuple[str, ...]] = [
         (arm, percent(score.value), percents(score.ci), "", percent(cut)) for arm, score, cut in arms
     ]
-    least = percent(task.detectable)
-    rows.append(("quantized - original", percent(task.difference.value), percents(task.difference.ci), least, ""))
-    if task.recovery is not None:
+    found = task_evidence(task)
+    difference = percent(task.difference.value), percents(task.difference.ci)
+    rows.append(("quantized - original", *difference, found.brief if found.open else least(found), ""))
+    if task.recovery is not None and not found.open:
         rows.append(("score kept", percent(task.recovery), percents(task.recovery_ci), "", ""))
     table = compact(
         f"{label}, {metric}: {task.original.n} items, paired one by one (lm-evaluation-harness)",
@@ -73,7 +81,7 @@ def _task(task: TaskResult) -> list[Block]:
         tuple(rows),
     )
     alone = f"Right in one arm only: original {task.only_original}, quantized {task.only_quantized} items."
-    blocks: list[Block] = [table, Paragraph(f"{label}: {task.verdict}. {alone}")]
+    blocks: list[Block] = [table, Paragraph(f"{label}: {task_verdict(task)}. {alone}")]
     if len(task.sub_tasks) > 1:
         blocks += _sub_tasks(task)
     return [*blocks, Details(f"{label}: conditions", _lines(task.original.condition))]
@@ -82,6 +90,7 @@ def _task(task: TaskResult) -> list[Block]:
 def _sub_tasks(task: TaskResult) -> list[Block]:
     """Subjects one by one; p is corrected for their number, so that one of many does not stand out by chance."""
     label = f"{task.task} ({task.backend})"
+    found = [(s, subject_evidence(task, s)) for s in task.sub_tasks]
     rows = tuple(
         (
             _short(task, s.task),
@@ -90,10 +99,10 @@ def _sub_tasks(task: TaskResult) -> list[Block]:
             percent(s.quantized),
             percent(s.quantized - s.original),
             percents(s.difference.ci) if s.difference else "",
-            percent(s.difference.detectable or 1.0) if s.difference else "",
+            evidence.brief if evidence.open else least(evidence),
             "" if s.p_value is None else number(s.p_value, 2),
         )
-        for s in task.sub_tasks
+        for s, evidence in found
     )
     heads = ("items", "original", "quantized", "difference", "95 % CI", "detectable drop", "p, corrected")
     bars = tuple(

@@ -1,9 +1,15 @@
-"""Who is who among the arms of a benchmark: the first plain one, the target, and the pair itself."""
+"""Who is who among the arms of a benchmark: the first plain one, the target, the pair itself, and the fastest."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from qspec.schema.results import Ratio, Speed
+from qspec.numerics.evidence import Evidence, of_ratio
+from qspec.numerics.statistics.paired import geometric_mean
+from qspec.schema.results import Acceptance, Ratio, Speed
+
+BROUGHT = 0.01
+"""Tokens that drafts must add to a step before a speed can be theirs."""
 
 
 class OfArm(Protocol):
@@ -54,3 +60,56 @@ def over_first(speed: Speed) -> list[Ratio]:
     """Arms of other targets against the first plain arm, the original."""
     plain, first = plain_of(speed), speed.arms[0].arm
     return [r for r in speed.ratios if r.baseline == first and plain.get(r.arm) != first]
+
+
+def idle_drafts(speed: Speed, arm: str, temperature: float) -> Acceptance | None:
+    """How an arm's drafts fared if they brought nothing, so that no speed is theirs; else None, and of plain arms."""
+    pooled = [a for a in speed.acceptance if (a.arm, a.temperature, a.category) == (arm, temperature, "all")]
+    return next((a for a in pooled if a.tokens_per_step < 1 + BROUGHT), None)
+
+
+def did_nothing(a: Acceptance) -> str:
+    """What idle drafts did, in words."""
+    return f"its drafts did nothing ({a.accepted:,} of {a.drafted:,} accepted in {a.steps:,} steps)"
+
+
+def gain(ratio: Ratio) -> Evidence:
+    """What the prompts of a ratio allow to be said of it."""
+    return of_ratio(ratio.speedup.ci, ratio.speedup.n)
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """The fastest arm by every other prompt, `chosen_on` of them, and on the others its speed over the pair's.
+
+    Chosen and reported on the same prompts, the luckiest of several arms would look faster than it is.
+    """
+
+    arm: str
+    chosen_on: int
+    value: float
+    over_pair: Evidence
+
+
+def fastest(speed: Speed, temperature: float) -> Fastest | None:
+    """The arm to use at a temperature; None of a single arm, or of less than two prompts that all arms answered.
+
+    Arms whose drafts did nothing are left out: the plain arm of their target stands for them.
+    """
+    found = {
+        r.arm: _by_prompt(r) for r in speed.ratios if (r.baseline, r.temperature) == (speed.arms[0].arm, temperature)
+    }
+    prompts = {prompt for values in found.values() for prompt in values}
+    own, every = pair_arm(speed), {speed.arms[0].arm: dict.fromkeys(prompts, 1.0)} | found
+    shared = sorted(set.intersection(*(set(values) for values in every.values())))
+    arms = [arm for arm in every if arm == own or idle_drafts(speed, arm, temperature) is None]
+    if len(arms) < 2 or len(shared) < 2 or own not in every:
+        return None
+    choosing, judging = shared[::2], shared[1::2]
+    best = max(arms, key=lambda arm: geometric_mean([every[arm][prompt] for prompt in choosing])[0])
+    value, ci = geometric_mean([every[best][prompt] / every[own][prompt] for prompt in judging])
+    return Fastest(best, len(choosing), value, of_ratio(ci, len(judging)))
+
+
+def _by_prompt(ratio: Ratio) -> Mapping[int, float]:
+    return dict(zip(ratio.prompts or range(len(ratio.per_prompt)), ratio.per_prompt, strict=True))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from qspec.numerics.evidence import Evidence
 from qspec.readable import Interval, Numeral, interval, number, percent
 
 Tone = Literal["good", "bad", "open", "plain"]
@@ -200,3 +201,18 @@ def _plot_table(plot: Plot) -> Table:
         for series, point in points
     )
     return Table(plot.caption, columns, rows)
+
+
+def sure(found: Evidence, values: str) -> str:
+    """How sure an effect is: its interval and how many `values` (prompts, items) it is from, or why nothing is said."""
+    return found.shortage(values) if found.ci is None else f"95 % CI {interval(found.ci)}, {found.n} {values}"
+
+
+def sure_cell(found: Evidence) -> str:
+    """The same for a table that counts values in a column of its own."""
+    return found.brief if found.ci is None else interval(found.ci)
+
+
+def least(found: Evidence) -> str:
+    """The smallest true effect that would have shown; empty where none could have."""
+    return "" if found.detectable is None else percent(found.detectable)

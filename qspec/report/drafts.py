@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from qspec.numerics.evidence import Evidence, of_ratio, of_share
 from qspec.numerics.speculation.speedup import optimal_gamma, pass_cost, walltime_speedup
-from qspec.readable import count, interval, number, percent, times
-from qspec.report.arms import drafting
-from qspec.report.document import Bar, Block, Dots, Heading, Plot, Point, Series, compact
+from qspec.numerics.statistics.predictive import TOLERANCE, off
+from qspec.readable import count, number, percent, times
+from qspec.report.arms import drafting, gain
+from qspec.report.document import Bar, Block, Dots, Heading, Plot, Point, Series, compact, sure_cell
 from qspec.report.speed import Naming, naming
+from qspec.report.verdict import off_predictions
 from qspec.schema.results import Acceptance, Measurement, Prediction, Speed
 
 SHOWN = 8
@@ -62,10 +65,10 @@ def _row(a: Acceptance, label: str) -> tuple[str, ...]:
         count(a.drafted),
         count(a.accepted),
         number(a.alpha.value),
-        interval(a.alpha.ci, 2),
+        sure_cell(of_share(a.alpha.ci, a.prompts)),
         "" if a.teacher_forced is None else number(a.teacher_forced.value),
         number(a.tokens_per_step),
-        interval(a.tokens_per_step_ci),
+        sure_cell(of_ratio(a.tokens_per_step_ci, a.prompts)),
         "" if a.nodes_per_step is None else number(a.nodes_per_step),
         shares,
     )
@@ -74,9 +77,9 @@ def _row(a: Acceptance, label: str) -> tuple[str, ...]:
 def _kinds(speed: Speed, name: Naming) -> list[Block]:
     """Acceptance of every kind of prompt beside that of all."""
     bars = tuple(
-        Bar(_label(a, name), a.alpha.value, f"{number(a.alpha.value)} ({sure})", a.alpha.ci)
+        Bar(_label(a, name), a.alpha.value, f"{number(a.alpha.value)} ({sure_cell(found)})", found.ci)
         for a in speed.acceptance
-        if a.drafted and (sure := interval(a.alpha.ci, 2) or "one prompt")
+        if a.drafted and (found := of_share(a.alpha.ci, a.prompts))
     )
     return [Dots("Acceptance α by kind of prompt (line: 95 % CI over prompts)", bars, mark=0.0)] if bars else []
 
@@ -125,11 +128,12 @@ def prediction_blocks(speed: Speed) -> list[Block]:
     if not speed.predictions:
         return []
     name = naming(speed)
-    measured = {(r.arm, r.baseline, r.temperature): r.speedup.ci for r in speed.ratios}
+    measured = {(r.arm, r.baseline, r.temperature): gain(r) for r in speed.ratios}
     points = [
-        (name(p.arm, p.temperature), p, measured.get((p.arm, p.baseline, p.temperature))) for p in speed.predictions
+        (name(p.arm, p.temperature), p, measured.get((p.arm, p.baseline, p.temperature), Evidence(0, few=True)))
+        for p in speed.predictions
     ]
-    series = tuple(Series(label, (Point("", p.predicted, p.measured, y_interval=ci),)) for label, p, ci in points)
+    series = tuple(Series(label, (Point("", p.predicted, p.measured, y_interval=e.ci),)) for label, p, e in points)
     columns = (
         "arm",
         "α",
@@ -141,6 +145,7 @@ def prediction_blocks(speed: Speed) -> list[Block]:
         "predicted",
         "measured",
         "95 % CI",
+        f"within {percent(TOLERANCE, 0)}",
         "best length",
         "steps at 0",
         "cost of 0",
@@ -150,8 +155,9 @@ def prediction_blocks(speed: Speed) -> list[Block]:
         " what drafter, policy and bookkeeping add to a step that drafts nothing"
     )
     plot = Plot("Predicted and measured speedup (line: equal)", "predicted", "measured", series, guide="diagonal")
-    table = compact(caption, columns, tuple(_prediction(label, p, interval(ci)) for label, p, ci in points))
-    return [Heading("Predicted and measured"), plot, table, *_curves([(label, p) for label, p, _ in points])]
+    table = compact(caption, columns, tuple(_prediction(label, p, sure_cell(e)) for label, p, e in points))
+    sound = [(label, p) for label, p, _ in points if not off(p.predicted, p.measured)]
+    return [Heading("Predicted and measured"), *off_predictions(speed), plot, table, *(_curves(sound) if sound else ())]
 
 
 def _prediction(label: str, p: Prediction, ci: str) -> tuple[str, ...]:
@@ -166,6 +172,7 @@ def _prediction(label: str, p: Prediction, ci: str) -> tuple[str, ...]:
         times(p.predicted),
         times(p.measured),
         ci,
+        "no" if off(p.predicted, p.measured) else "yes",
         "" if p.best_length is None or p.best is None else f"{p.best_length} ({times(p.best)})",
         "" if p.idle_share is None else percent(p.idle_share),
         "" if p.idle_cost is None else percent(p.idle_cost, 2),

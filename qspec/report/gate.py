@@ -93,7 +93,8 @@ def _judge(gate: Gate, results: Results, against: Results | None) -> list[Outcom
     values = measured(results, gate.metric, against)
     named = {label: value for label, value in values.items() if gate.label in ("", label)}
     if not values:
-        rule = f"{gate.metric} was not measured"
+        at_chance = gate.metric == "recovery" and results.accuracy.tasks
+        rule = f"{gate.metric} was not measured" + " by a task above chance" * bool(at_chance)
         raise SourceError(f"{results.name}: gate {gate.text}", rule, "measure it, or drop the gate")
     if not named:
         fix = f"{closest(gate.label, list(values))}measured: {', '.join(values)}"

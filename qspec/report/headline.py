@@ -1,13 +1,12 @@
 """The answer of a report at a glance: one or two sentences, and the numbers that carry them."""
 
-import math
-
-from qspec.numerics.statistics.paired import shown_sign
+from qspec.measure.items import task_evidence
+from qspec.numerics.evidence import Evidence, of_share
 from qspec.readable import interval, number, percent, percents, size, times
-from qspec.report.arms import drafting, over_first, pair_arm, target_arm
-from qspec.report.document import Tile, Tiles, Tone
+from qspec.report.arms import did_nothing, drafting, gain, idle_drafts, over_first, pair_arm, target_arm
+from qspec.report.document import Tile, Tiles, Tone, sure
 from qspec.report.verdict import TONES, budget_findings, lossless, losslessness
-from qspec.schema.results import Measurement, Ratio, Results, Speed, TaskResult
+from qspec.schema.results import Ratio, Results, Speed, TaskResult
 
 COARSE = 0.05
 """Drop of a score from which a test that could not have shown less is called coarse."""
@@ -27,52 +26,64 @@ def _broken(results: Results) -> list[str]:
 
 
 def _speed(speed: Speed | None) -> list[str]:
-    ratio = speed and best_ratio(speed)
+    ratio = speed and pair_ratio(speed)
     if not ratio:
         return []
-    sign, numbers = _sign(ratio.speedup), f"{times(ratio.speedup.value)} the speed of {ratio.baseline}"
-    shown = {1: "", -1: "", 0: ", no difference shown"}[sign]
-    return [f"{ratio.arm} decodes at {numbers}{shown}"]
+    found = gain(ratio)
+    if found.few:
+        return [f"{ratio.arm} over {ratio.baseline}: {found.shortage('prompts')}"]
+    unsure = ", no difference shown" if found.sign == 0 else ""
+    return [f"{ratio.arm} decodes at {times(ratio.speedup.value)} the speed of {ratio.baseline}{unsure}"]
 
 
 def _accuracy(results: Results) -> list[str]:
     tasks, fidelity = results.accuracy.tasks, results.accuracy.fidelity
-    lost = [task for task in tasks if shown_sign(task.difference.ci, task.p_value) < 0]
-    if lost:
+    every = [(task, task_evidence(task)) for task in tasks]
+    if lost := [task for task, found in every if found.sign < 0]:
         return [f"{lost[0].task} loses {100 * abs(lost[0].difference.value):.1f} points"]
-    if tasks:
-        least = min(task.detectable for task in tasks)
-        if least >= 1:
-            return [f"accuracy was hardly tested: {tasks[0].original.n} items can show no loss"]
-        if least > COARSE:
-            return [f"accuracy was tested coarsely: only a drop of {100 * least:.0f} points or more would have shown"]
-        return [f"no loss of accuracy is shown; a drop of {100 * least:.1f} points would have been"]
+    if seen := [found.detectable or 0.0 for _, found in every if not found.open]:
+        if min(seen) > COARSE:
+            points = f"only a drop of {100 * min(seen):.0f} points or more would have shown"
+            return [f"accuracy was tested coarsely: {points}"]
+        return [f"no loss of accuracy is shown; a drop of {100 * min(seen):.1f} points would have been"]
     if fidelity is None:
-        return ["accuracy was not measured"]
+        return [f"accuracy was not tested: {_open(*every[0])}" if every else "accuracy was not measured"]
     agree = percent(fidelity.top1_agreement.value)
-    return [f"no task was asked; it names the original's most likely token at {agree} of the positions"]
+    asked = f"accuracy was not tested by a task ({_open(*every[0])})" if every else "no task was asked"
+    return [f"{asked}; it names the original's most likely token at {agree} of the positions"]
+
+
+def _open(task: TaskResult, found: Evidence) -> str:
+    return f"{task.task}: {found.shortage('items')}"
 
 
 def _drafting(speed: Speed | None) -> list[str]:
     if speed is None:
         return []
-    found: list[str] = []
+    parts: list[str] = []
     ratios = [ratio for ratio in drafting(speed) if ratio.baseline == target_arm(speed)]
     for ratio in (r for r in ratios if r.temperature == speed.arms[0].temperature):
-        word = {1: "pays", 0: "shows no gain", -1: "does not pay"}[_sign(ratio.speedup)]
-        found.append(f"{ratio.arm} {word} ({times(ratio.speedup.value)})")
-    return [", ".join(found)] if found else []
+        idle, found = idle_drafts(speed, ratio.arm, ratio.temperature), gain(ratio)
+        if idle is not None:
+            parts.append(f"{ratio.arm}: {did_nothing(idle)}")
+        elif found.few:
+            parts.append(f"{ratio.arm}: {found.shortage('prompts')}")
+        else:
+            word = {1: "pays", 0: "is not shown to pay", -1: "does not pay"}[found.sign]
+            parts.append(f"{ratio.arm} {word} ({times(ratio.speedup.value)})")
+    return [", ".join(parts)] if parts else []
 
 
-def _sign(speedup: Measurement) -> int:
-    low, high = (speedup.ci if speedup.n > 1 else None) or (0.0, math.inf)
-    return shown_sign((low - 1, high - 1), None)
+def pair_ratio(speed: Speed) -> Ratio | None:
+    """The pair over the original, at the first temperature; its target where its drafts did nothing.
 
-
-def best_ratio(speed: Speed) -> Ratio | None:
-    """The fastest arm over the first plain one, at the first temperature; None where nothing else was timed."""
-    found = [r for r in over_first(speed) if r.temperature == speed.arms[0].temperature] if speed.arms else []
-    return max(found, key=lambda ratio: ratio.speedup.value, default=None)
+    No other arm stands for the pair, however fast it was. None where the pair was not timed beside the original.
+    """
+    if not speed.arms:
+        return None
+    first = speed.arms[0].temperature
+    own = pair_arm(speed) if idle_drafts(speed, pair_arm(speed), first) is None else target_arm(speed)
+    return next((r for r in over_first(speed) if (r.arm, r.temperature) == (own, first)), None)
 
 
 def tiles(results: Results) -> Tiles:
@@ -89,20 +100,22 @@ def tiles(results: Results) -> Tiles:
 
 
 def _recovery(task: TaskResult) -> Tile:
-    tone = TONES[shown_sign(task.difference.ci, task.p_value)]
-    least = f"; {100 * task.detectable:.1f} points would have shown" if task.detectable < 1 else "; too few to judge"
-    note = f"95 % CI {percents(task.recovery_ci)}, {task.original.n} items{least}"
-    return Tile(f"{task.task} score kept", percent(task.recovery or 0.0), note, tone)
+    found, label = task_evidence(task), f"{task.task} score kept"
+    if found.open:
+        return Tile(label, "–", found.shortage("items"), "open")
+    seen = "" if found.detectable is None else f"; {100 * found.detectable:.1f} points would have shown"
+    note = f"95 % CI {percents(task.recovery_ci)}, {task.original.n} items{seen}"
+    return Tile(label, percent(task.recovery or 0.0), note, TONES[found.sign])
 
 
 def _speed_tiles(speed: Speed) -> list[Tile]:
     found: list[Tile] = []
-    ratio, own = best_ratio(speed), pair_arm(speed)
+    ratio, own = pair_ratio(speed), pair_arm(speed)
     if ratio is not None:
-        found.append(_ratio_tile(f"{ratio.arm} over {ratio.baseline}", ratio))
-    found += [_ratio_tile(f"{r.arm} over {r.baseline}", r) for r in drafting(speed) if r.arm == own][:1]
+        found.append(_ratio_tile(speed, ratio))
+    found += [_ratio_tile(speed, r) for r in drafting(speed) if r.arm == own][:1]
     for a in [a for a in speed.acceptance if (a.category, a.arm) == ("all", own)][:1]:
-        note = f"95 % CI {interval(a.alpha.ci, 2) or 'none'}, {number(a.tokens_per_step)} tokens a step"
+        note = f"{sure(of_share(a.alpha.ci, a.prompts), 'prompts')}; {number(a.tokens_per_step)} tokens a step"
         found.append(Tile(f"Acceptance α, {a.arm}", number(a.alpha.value), note))
     if speed.equality:
         equal, n = sum(e.equal for e in speed.equality), sum(e.n for e in speed.equality)
@@ -115,6 +128,9 @@ def _speed_tiles(speed: Speed) -> list[Tile]:
     return found
 
 
-def _ratio_tile(label: str, ratio: Ratio) -> Tile:
-    note = f"95 % CI {interval(ratio.speedup.ci) or 'none'}, {ratio.speedup.n} prompts"
-    return Tile(label, times(ratio.speedup.value), note, TONES[_sign(ratio.speedup)])
+def _ratio_tile(speed: Speed, ratio: Ratio) -> Tile:
+    label, found = f"{ratio.arm} over {ratio.baseline}", gain(ratio)
+    idle = idle_drafts(speed, ratio.arm, ratio.temperature)
+    if idle is not None:
+        return Tile(label, times(ratio.speedup.value), did_nothing(idle), "open")
+    return Tile(label, times(ratio.speedup.value), sure(found, "prompts"), TONES[found.sign])

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import math
 
 from qspec.errors import SourceError
-from qspec.measure.items import compare_items
+from qspec.measure.items import compare_items, task_evidence
+from qspec.numerics.evidence import of_ratio, of_share
 from qspec.numerics.statistics.fidelity import wilson_interval
 from qspec.numerics.statistics.paired import geometric_mean
 from qspec.readable import Interval
-from qspec.report.arms import at, drafting, over_first, pair_arm, pair_first
+from qspec.report.arms import at, drafting, gain, over_first, pair_arm, pair_first
 from qspec.schema.results import Acceptance, ArmSpeed, Equality, Measurement, Ratio, Results, TaskResult
 
 METRICS = {
@@ -34,7 +35,9 @@ METRICS = {
 EVERY = ("recovery", "score", "lossless", "kl", "top1", "perplexity_ratio", "needle")
 """Metrics whose bare name means every label: all tasks, texts, arms. Others mean the pair itself over all prompts."""
 SAME_PROMPTS = ("prompts", "data", "prompt_tokens", "max_new_tokens", "chat_template", "batch")
-SAME_MACHINE = ("cpu", "instruction_sets", "threads")
+SAME_MACHINE = ("cpu", "instruction_sets", "cores", "threads", "gpu", "engine")
+KNOWN = ("cpu", "threads", "engine")
+"""Facts without which nobody can say that two speeds are of one machine."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Value:
 
 
 def measured(results: Results, metric: str, against: Results | None = None) -> dict[str, Value]:
-    """Values of a metric by label, the pair's own first; {} where it was not measured.
+    """Values of a metric by label, the pair's own first; {} where it was not measured, or at chance.
 
     Raises `SourceError` where `against` was not measured on the same questions, prompts or machine.
     """
@@ -60,10 +63,11 @@ def _accuracy(results: Results, metric: str, against: Results | None) -> dict[st
     texts = {text.data: text for text in results.accuracy.texts}
     match metric:
         case "recovery" if against is not None:
-            return {_task(task): _recovery_over(task, against) for task in tasks if task.rows}
+            asked = [task for task in tasks if task.rows and task_evidence(task).chance is None]
+            return {_task(task): _recovery_over(task, against) for task in asked}
         case "recovery":
-            kept = [task for task in tasks if task.recovery is not None]
-            return {_task(t): Value(t.recovery or 0.0, t.recovery_ci, t.original.n) for t in kept}
+            kept = [task for task in tasks if task.recovery is not None and task_evidence(task).chance is None]
+            return {_task(task): _kept_score(task) for task in kept}
         case "score":
             return {_task(task): _value(task.quantized) for task in tasks}
         case "kl":
@@ -71,7 +75,8 @@ def _accuracy(results: Results, metric: str, against: Results | None) -> dict[st
         case "top1":
             return {text: _value(found.top1_agreement) for text, found in texts.items()}
         case "perplexity_ratio":
-            return {text: _value(found.perplexity_ratio) for text, found in texts.items()}
+            ratios = {text: found.perplexity_ratio for text, found in texts.items()}
+            return {text: Value(m.value, of_ratio(m.ci, m.n).ci, m.n) for text, m in ratios.items()}
         case "needle" if needles is not None:
             lengths = [r for r in (needles.pooled, *needles.lengths) if r.recovery is not None]
             return {str(r.length or "all"): Value(r.recovery or 0.0, r.recovery_ci, r.difference.n) for r in lengths}
@@ -87,11 +92,12 @@ def _speed(results: Results, metric: str, against: Results | None) -> dict[str, 
         case "speedup":
             return {_arm(r): _gain(r, results, against) for r in pair_first(speed, over_first(speed))}
         case "speculation":
-            return {_arm(r): _value(r.speedup) for r in pair_first(speed, drafting(speed))}
+            return {_arm(r): _ratio(r) for r in pair_first(speed, drafting(speed))}
         case "alpha":
-            return {_kind(a): _value(a.alpha) for a in own}
+            return {_kind(a): Value(a.alpha.value, of_share(a.alpha.ci, a.prompts).ci, a.alpha.n) for a in own}
         case "tokens_per_step":
-            return {_kind(a): Value(a.tokens_per_step, a.tokens_per_step_ci, a.steps) for a in own}
+            rates = [(a, of_ratio(a.tokens_per_step_ci, a.prompts)) for a in own]
+            return {_kind(a): Value(a.tokens_per_step, found.ci, a.steps) for a, found in rates}
         case "lossless":
             return {e.arm: _kept(e) for e in pair_first(speed, speed.equality)}
         case "tokens_s":
@@ -115,6 +121,16 @@ def _kind(a: Acceptance) -> str:
 
 def _value(m: Measurement) -> Value:
     return Value(m.value, m.ci, m.n)
+
+
+def _ratio(ratio: Ratio) -> Value:
+    """A speed over another one; without an interval where that would say nothing."""
+    return Value(ratio.speedup.value, gain(ratio).ci, ratio.speedup.n)
+
+
+def _kept_score(task: TaskResult) -> Value:
+    ci = None if task_evidence(task).open else task.recovery_ci
+    return Value(task.recovery or 0.0, ci, task.original.n)
 
 
 def _kept(equality: Equality) -> Value:
@@ -144,7 +160,7 @@ def pair_rows(task: TaskResult, other: TaskResult) -> list[tuple[float, float]]:
 def _gain(ratio: Ratio, results: Results, against: Results | None) -> Value:
     """Speed over the original's; or that over what the other pair gained over the same original, prompt by prompt."""
     if against is None:
-        return _value(ratio.speedup)
+        return _ratio(ratio)
     require_same_conditions(results, against)
     assert against.speed is not None
     others = {(r.arm, r.temperature): r for r in over_first(against.speed)}
@@ -152,7 +168,7 @@ def _gain(ratio: Ratio, results: Results, against: Results | None) -> Value:
     if other is None or len(other.per_prompt) != len(ratio.per_prompt):
         raise SourceError(f"{against.name}: arm {_arm(ratio)}", "was not timed on the same prompts", "run it again")
     value, ci = geometric_mean([a / b for a, b in zip(ratio.per_prompt, other.per_prompt, strict=True)])
-    return Value(value, ci, len(ratio.per_prompt))
+    return Value(value, of_ratio(ci, len(ratio.per_prompt)).ci, len(ratio.per_prompt))
 
 
 def require_same_conditions(results: Results, against: Results) -> None:
@@ -163,13 +179,13 @@ def require_same_conditions(results: Results, against: Results) -> None:
 
 
 def differences(results: Results, against: Results) -> list[tuple[str, object, object]]:
-    """What was not the same when two pairs were timed: name, here, there."""
+    """What was not the same when two pairs were timed, or is not known of either: name, here, there."""
     if results.speed is None or against.speed is None:
         return [("measured speed", results.speed is not None, against.speed is not None)]
     found = [("original", _original(results), _original(against))]
     found += [(key, results.speed.condition.get(key), against.speed.condition.get(key)) for key in SAME_PROMPTS]
     found += [(key, results.environment.get(key), against.environment.get(key)) for key in SAME_MACHINE]
-    return [difference for difference in found if difference[1] != difference[2]]
+    return [(what, a, b) for what, a, b in found if a != b or (what in KNOWN and a is None)]
 
 
 def _original(results: Results) -> object:

@@ -1,8 +1,9 @@
 """Numbers hidden in running text, in the report: found by context length, and what the KV cache has to do with it."""
 
+from qspec.numerics.evidence import Evidence, of_difference
 from qspec.numerics.statistics.paired import shown_sign
 from qspec.readable import count, interval, number, percent, percents
-from qspec.report.document import Block, Finding, Heading, Paragraph, Plot, Point, Series, compact
+from qspec.report.document import Block, Finding, Heading, Paragraph, Plot, Point, Series, compact, least
 from qspec.report.verdict import LOSS, TONES
 from qspec.schema.results import Measurement, Needles, Retrieval
 
@@ -40,7 +41,7 @@ def _row(r: Retrieval, arms: list[str]) -> tuple[str, ...]:
         *(percent(r.found[arm].value) for arm in arms),
         percent(r.difference.value),
         percents(r.difference.ci),
-        percent(r.difference.detectable or 1.0),
+        found.brief if (found := _evidence(r)).open else least(found),
         "" if r.p_value is None else number(r.p_value, 2),
         number(r.nll.value, 2),
         interval(r.nll.ci, 2),
@@ -57,15 +58,22 @@ def needle_finding(needles: Needles) -> Finding:
             "plain", f"numbers hidden in up to {longest:,} tokens: the original finds none, so none can be lost"
         )
     found = f"{percent(pooled.found['quantized'].value)} found, original {percent(pooled.found['original'].value)}"
-    tone = TONES[shown_sign(pooled.difference.ci, pooled.p_value)]
-    return Finding(tone, f"numbers hidden in up to {longest:,} tokens: {found}; {pooled.verdict}")
+    judged = _evidence(pooled)
+    carried = judged.shortage("numbers") if judged.open else pooled.verdict
+    return Finding(TONES[judged.sign], f"numbers hidden in up to {longest:,} tokens: {found}; {carried}")
+
+
+def _evidence(r: Retrieval) -> Evidence:
+    """What the numbers hidden at a length allow to be said; nobody guesses five digits."""
+    m, original = r.difference, r.found["original"]
+    return of_difference(original.value, m.ci, r.p_value, m.n, m.detectable or 1.0)
 
 
 def lost_contexts(needles: Needles) -> list[Finding]:
     """Context lengths at which numbers are lost, and whether that is the KV cache's doing."""
     lost: list[Finding] = []
     for r in needles.lengths:
-        if shown_sign(r.difference.ci, r.p_value) < 0:
+        if _evidence(r).sign < 0:
             cache = r.kv_difference is not None and shown_sign(r.kv_difference.ci, r.kv_p_value) < 0
             why = "; the KV cache alone loses them: do not quantize it so from here on" if cache else ""
             lost.append(Finding("bad", f"contexts of {r.length:,} tokens: {r.verdict}{why}", LOSS))

@@ -1,19 +1,32 @@
 """Several pairs beside each other: which are not dominated, what differs beyond noise, how far proxies foretell."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
-from qspec.measure.items import compare_items
-from qspec.numerics.statistics.paired import rank_correlation, shown_sign
+from qspec.measure.items import chance_of, compare_items, task_evidence
+from qspec.numerics.evidence import of_ratio
+from qspec.numerics.statistics.paired import geometric_mean, rank_correlation, shown_sign
 from qspec.numerics.statistics.pareto import dominated
 from qspec.numerics.statistics.student import mean_interval
 from qspec.readable import count, interval, number, percent, percents, times
-from qspec.report.document import Block, Document, Finding, Heading, Paragraph, Plot, Point, Series, Table, compact
-from qspec.report.headline import lead
+from qspec.report.document import (
+    Block,
+    Document,
+    Finding,
+    Heading,
+    Paragraph,
+    Plot,
+    Point,
+    Series,
+    Table,
+    compact,
+    least,
+    sure,
+)
+from qspec.report.headline import lead, pair_ratio
 from qspec.report.measured import Value, differences, measured, pair_rows
 from qspec.report.study import study_blocks
 from qspec.report.verdict import blockers
-from qspec.schema.results import Results, TaskResult
+from qspec.schema.results import Ratio, Results, TaskResult
 from qspec.schema.speed_rows import SpeedRows
 
 FEWEST = 5
@@ -39,29 +52,61 @@ Values = Mapping[str, Mapping[str, Value | None]]
 def comparison(pairs: Mapping[str, Results], studies: Mapping[str, SpeedRows] | None = None) -> Document:
     """The pairs as one document; the first is what the others are compared with. studies: of speed, by pair."""
     values = {name: {metric: _first(results, metric) for metric in COLUMNS} for name, results in pairs.items()}
-    blocks: list[Block] = [Heading("Verdict"), *_conditions(pairs), *_fronts(values)]
+    apart = _conditions(pairs)
+    blocks: list[Block] = [Heading("Verdict"), *apart, *(() if apart else _fronts(values))]
     blocks += [Finding("plain", f"{name}: {lead(results)}", "pair") for name, results in pairs.items()]
-    blocks += [*_plots(values), _table(values)]
+    blocks += [*_plots(values, ranked=not apart), _table(values)]
     blocks += _paired(pairs)
     blocks += _proxies(values)
     blocks += [block for name, study in (studies or {}).items() for block in study_blocks(pairs[name], study, name)]
     blocks += [Heading("Provenance"), _provenance(pairs)]
-    return Document(f"{len(pairs)} speculative pairs", ", ".join(pairs), tuple(blocks), _lead(pairs, values))
+    answer = f"Nothing is called the fastest: {apart[0].text}." if apart else _lead(pairs)
+    return Document(f"{len(pairs)} speculative pairs", ", ".join(pairs), tuple(blocks), answer)
 
 
-def _lead(pairs: Mapping[str, Results], values: Values) -> str:
-    """The fastest pair that nothing speaks against."""
-    sound = [name for name, results in pairs.items() if not blockers(results) and not _loses(results)]
-    timed = {name: gain for name in sound if (gain := values[name]["speedup"]) is not None}
-    if not timed:
-        return "No pair was timed that keeps its budgets, its output and its accuracy."
-    best = max(timed, key=lambda name: timed[name].value)
-    fast = f"{times(timed[best].value)} its original's speed"
-    return f"{best} is the fastest pair that keeps its budgets and shows no loss: {fast}."
+def _lead(pairs: Mapping[str, Results]) -> str:
+    """The fastest pair that nothing speaks against, of pairs that were timed alike.
+
+    It is chosen on every other prompt and judged on the others, where it has to beat each of the rest.
+    """
+    doubts = {name: _doubt(results) for name, results in pairs.items()}
+    sound = {name: results for name, results in pairs.items() if not doubts[name]}
+    if not sound:
+        return f"Nothing is called the fastest: {'; '.join(f'{name} {doubt}' for name, doubt in doubts.items())}."
+    ratios = {name: list(ratio.per_prompt) for name, results in sound.items() if (ratio := _own(results))}
+    best = max(ratios, key=lambda name: geometric_mean(ratios[name][::2])[0])
+    left = "".join(f"; {name} {doubt}" for name, doubt in doubts.items() if doubt)
+    if len(ratios) == 1:
+        fast = f"{times(geometric_mean(ratios[best])[0])} its original's speed"
+        return f"{best} is the only pair that keeps its budgets and shows no loss: {fast}{left}."
+    judging = ratios[best][1::2]
+    if not judging:
+        return f"Nothing is called the fastest: too few prompts to say: {len(ratios[best])}{left}."
+    value, ci = geometric_mean(judging)
+    fast = f"{times(value)} its original's speed ({sure(of_ratio(ci, len(judging)), 'prompts that did not choose it')})"
+    for name in ratios.keys() - {best}:
+        value, ci = geometric_mean([a / b for a, b in zip(judging, ratios[name][1::2], strict=True)])
+        found = of_ratio(ci, len(judging))
+        if found.sign <= 0:
+            beside = f"{times(value)} the speed of {name} ({sure(found, 'prompts that did not choose it')})"
+            return f"Nothing is called the fastest: {best} is not shown to beat {name}, at {beside}{left}."
+    return f"{best} is the fastest pair that keeps its budgets and shows no loss: {fast}{left}."
 
 
-def _loses(results: Results) -> bool:
-    return any(shown_sign(task.difference.ci, task.p_value) < 0 for task in results.accuracy.tasks)
+def _doubt(results: Results) -> str:
+    """Why a pair cannot be called the best; empty where nothing speaks against it."""
+    judged = [task_evidence(task) for task in results.accuracy.tasks]
+    if wrong := blockers(results):
+        return f"is out: {wrong[0]}"
+    if any(found.sign < 0 for found in judged):
+        return "loses accuracy"
+    if all(found.open for found in judged):
+        return "has no accuracy measured on a task that could show a loss"
+    return "" if _own(results) is not None else "was not timed beside its original"
+
+
+def _own(results: Results) -> Ratio | None:
+    return None if results.speed is None else pair_ratio(results.speed)
 
 
 def _first(results: Results, metric: str) -> Value | None:
@@ -69,13 +114,18 @@ def _first(results: Results, metric: str) -> Value | None:
 
 
 def _conditions(pairs: Mapping[str, Results]) -> list[Finding]:
-    """Speeds that do not stand on the same ground."""
-    found: list[Finding] = []
-    for (first, a), (name, b) in [((one, pairs[one]), (other, pairs[other])) for one, other in pairwise(pairs)]:
-        for what, mine, theirs in differences(a, b):
-            text = f"{first} and {name} were timed under different conditions: {what} {mine} and {theirs}"
-            found.append(Finding("open", text, "caution"))
-    return found
+    """Speeds that do not stand on the same ground as the first that was measured."""
+    timed = [(name, results) for name, results in pairs.items() if results.speed is not None]
+    if not timed:
+        return []
+    (first, base), *others = timed
+    return [
+        Finding(
+            "open", f"{first} and {name} were timed under different conditions: {what} {mine} and {theirs}", "caution"
+        )
+        for name, other in others
+        for what, mine, theirs in differences(base, other)
+    ]
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -106,8 +156,8 @@ def _fronts(values: Values) -> list[Finding]:
     return found
 
 
-def _plots(values: Values) -> list[Block]:
-    """Accuracy against speed; the line joins the pairs that are not dominated."""
+def _plots(values: Values, ranked: bool) -> list[Block]:
+    """Accuracy against speed; where they are ranked the line joins the pairs that are not dominated."""
     plots: list[Block] = []
     for metric in ("recovery", "kl"):
         points = _points(values, metric)
@@ -119,6 +169,7 @@ def _plots(values: Values) -> list[Block]:
             Series("not dominated", tuple(ahead), joined=True),
             *([Series("dominated", behind)] if behind else ()),
         ]
+        series = series if ranked else [Series("pairs, not to be ranked", tuple(shapes.values()))]
         better = "lower is better" if metric in LOWER_IS_BETTER else "higher is better"
         if len(points) > 1:
             caption = f"Speed against {COLUMNS[metric]} (lines: 95 % CI)"
@@ -161,11 +212,12 @@ def _tasks(name: str, base: Results, other: Results) -> Iterable[tuple[str, ...]
         if match is None or not (scores := pair_rows(task, match)):
             continue
         found = compare_items([a for a, _ in scores], [b for _, b in scores])
-        least = percent(found.difference.detectable or 1.0)
+        judged = found.evidence(chance_of(task.task, task.original.condition))
         p = "" if found.p_value is None else number(found.p_value, 2)
-        word = {1: "better", 0: "no difference shown", -1: "worse"}[found.sign]
+        word = {1: "better", 0: "no difference shown", -1: "worse"}[judged.sign]
         difference = percent(found.difference.value), percents(found.difference.ci)
-        yield f"{name}: {task.task}", *difference, least, p, count(len(scores)), word
+        word = judged.brief if judged.open else word
+        yield f"{name}: {task.task}", *difference, least(judged), p, count(len(scores)), word
 
 
 def _windows(name: str, base: Results, other: Results) -> Iterable[tuple[str, ...]]:

@@ -2,11 +2,28 @@
 
 from collections.abc import Callable, Sequence
 
+from qspec.numerics.evidence import of_ratio
 from qspec.numerics.statistics.paired import geometric_mean
 from qspec.readable import count, interval, number, percent, size, times
 from qspec.report.accuracy import conditions
-from qspec.report.arms import drafting, over_first
-from qspec.report.document import Bar, Bars, Block, Dots, Heading, Paragraph, Plot, Point, Series, Stack, Table, compact
+from qspec.report.arms import drafting, gain, over_first
+from qspec.report.document import (
+    Bar,
+    Bars,
+    Block,
+    Dots,
+    Heading,
+    Paragraph,
+    Plot,
+    Point,
+    Series,
+    Stack,
+    Table,
+    compact,
+    least,
+    sure_cell,
+)
+from qspec.report.verdict import batch_gain
 from qspec.schema.results import ArmSpeed, BatchSpeed, Ratio, Speed, Spread
 
 Naming = Callable[[str, float], str]
@@ -48,17 +65,10 @@ def _rates(speed: Speed, name: Naming) -> Bars:
 
 def _ratios(speed: Speed, name: Naming) -> list[Block]:
     """Each ratio around 1, and as a table what would have shown."""
-    found = speed.ratios
-    bars = tuple(Bar(against(r, name), r.speedup.value, times(r.speedup.value), r.speedup.ci) for r in found)
+    found = [(r, gain(r)) for r in speed.ratios]
+    bars = tuple(Bar(against(r, name), r.speedup.value, times(r.speedup.value), e.ci) for r, e in found)
     rows = tuple(
-        (
-            against(r, name),
-            times(r.speedup.value),
-            interval(r.speedup.ci) or "none from one prompt",
-            "" if r.speedup.detectable is None else percent(r.speedup.detectable),
-            count(r.speedup.n),
-        )
-        for r in found
+        (against(r, name), times(r.speedup.value), sure_cell(e), least(e), count(r.speedup.n)) for r, e in found
     )
     caption = "Speedup: time per token of the baseline over the arm's, same prompts (line: 95 % CI)"
     columns = ("", "speedup", "95 % CI", "detectable", "prompts")
@@ -91,8 +101,9 @@ def _kinds(speed: Speed, name: Naming) -> list[Block]:
             kinds.setdefault(speed.prompts[i].category, []).append(value)
         for kind, values in kinds.items() if len(kinds) > 1 else ():
             value, ci = geometric_mean(values)
-            text = f"{times(value)} ({interval(ci) or 'no interval'}, {len(values)} prompts)"
-            bars.append(Bar(f"{name(ratio.arm, ratio.temperature)}: {kind}", value, text, ci))
+            found = of_ratio(ci, len(values))
+            text = f"{times(value)} ({sure_cell(found)}; {len(values)} prompts)"
+            bars.append(Bar(f"{name(ratio.arm, ratio.temperature)}: {kind}", value, text, found.ci))
     caption = "Speedup of drafting over the same target without, by kind of prompt (line: 95 % CI)"
     return [Dots(caption, tuple(bars), mark=1.0)] if bars else []
 
@@ -147,7 +158,7 @@ def _batch(b: BatchSpeed, label: str) -> tuple[str, ...]:
         number(b.rate.median),
         interval(quartiles(b.rate)),
         "" if b.speedup is None else times(b.speedup.value),
-        "" if b.speedup is None else interval(b.speedup.ci),
+        "" if b.speedup is None else sure_cell(batch_gain(b)),
         "" if b.speedup is None else number(b.draft_length),
         "" if b.speedup is None or not b.answers else f"{b.equal} of {b.answers}",
     )
@@ -161,7 +172,7 @@ def _batch_plots(batches: Sequence[BatchSpeed], name: Naming) -> list[Block]:
         if (own := sorted((b for b in batches if (b.arm, b.temperature) == arm), key=lambda b: b.batch))
     ]
     gains = [
-        Series(name(*arm), tuple(Point("", b.batch, s.value, y_interval=s.ci) for b, s in pairs), True)
+        Series(name(*arm), tuple(Point("", b.batch, s.value, y_interval=batch_gain(b).ci) for b, s in pairs), True)
         for arm in arms
         if (pairs := [(b, b.speedup) for b in batches if (b.arm, b.temperature) == arm and b.speedup is not None])
     ]

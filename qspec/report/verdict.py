@@ -2,18 +2,22 @@
 
 import math
 
-from qspec.measure.prove import CERTAIN
-from qspec.numerics.statistics.paired import shown_sign
+from qspec.measure.items import subject_evidence, task_evidence, task_verdict
+from qspec.measure.prove import CERTAIN, SHIFT
+from qspec.numerics.evidence import Evidence, of_ratio
 from qspec.numerics.statistics.pareto import paying
+from qspec.numerics.statistics.predictive import TOLERANCE, miss, off
 from qspec.readable import interval, number, percent, percents, times
-from qspec.report.arms import at, drafting, pair_arm, plain_of
-from qspec.report.document import Finding, Tone
+from qspec.report.arms import Fastest, at, did_nothing, drafting, fastest, gain, idle_drafts, pair_arm, plain_of
+from qspec.report.document import Finding, Tone, least, sure
 from qspec.schema.results import (
     Acceptance,
     BatchSpeed,
     Equality,
     Fidelity,
+    Marginals,
     Measurement,
+    Prediction,
     Ratio,
     Results,
     Speed,
@@ -28,7 +32,10 @@ LEAST_KEPT = 0.9
 """Share of the original's tokens per step, below which a pair's drafts are called spoilt."""
 
 
-LOSS, NO_GAIN = "loss", "no gain"
+LOSS, OPEN, FEW = "loss", "not shown", "too few"
+
+
+WORDS: dict[int, str] = {1: "", 0: OPEN, -1: LOSS}
 
 
 TONES: dict[int, Tone] = {1: "good", 0: "open", -1: "bad"}
@@ -44,8 +51,8 @@ def findings(results: Results) -> list[Finding]:
         found.append(_fidelity(results.accuracy.fidelity))
     found += budget_findings(results)
     if speed is not None:
-        found += [finding for ratio in speed.ratios if (finding := _faster(ratio)).tone == "good"]
-        found += _fastest(speed)
+        found += [finding for ratio in judged(speed) if (finding := _faster(ratio)).tone == "good"]
+        found += [*_fastest(speed), *off_predictions(speed)]
     return found or [Finding("plain", "nothing was measured")]
 
 
@@ -54,7 +61,8 @@ def negatives(results: Results) -> list[Finding]:
     found = [_lost(task, name) for task in results.accuracy.tasks for name in _lost_subjects(task)]
     if results.speed is None:
         return found
-    found += [finding for ratio in results.speed.ratios if (finding := _unpaid(ratio, results.speed))]
+    found += [finding for ratio in judged(results.speed) if (finding := _unpaid(ratio, results.speed))]
+    found += _idle(results.speed)
     return [*found, *_batch_advice(results.speed), *_schedule(results), *_prefill(results.speed)]
 
 
@@ -68,16 +76,23 @@ def blockers(results: Results) -> list[str]:
 
 def losslessness(speed: Speed) -> list[Finding]:
     """Greedy answers token for token, then the law of sampled ones."""
-    found = [lossless(equality) for equality in speed.equality]
-    law = speed.marginals
-    if law is None:
-        return found
-    n = f"{law.samples} texts of {law.positions} tokens behind each of {law.prompts} prompts, with drafts and without"
+    return [*map(lossless, speed.equality), *([] if speed.marginals is None else [_sampled(speed.marginals)])]
+
+
+def _sampled(law: Marginals) -> Finding:
+    """Whether sampled tokens follow the target's law, and which departure from it would have been found."""
+    n = f"p = {law.p_value:.2g}, {law.samples} texts of {law.positions} tokens behind {law.prompts} prompts"
     if law.p_value < CERTAIN:
-        text = f"sampled texts with drafts follow another law than without: p = {law.p_value:.3g} ({n})"
-        return [*found, Finding("bad", text)]
-    text = f"sampled texts: no difference detected between drafts and none, permutation p = {law.p_value:.2g} ({n})"
-    return [*found, Finding("good", text)]
+        return Finding("bad", f"sampled text with drafts follows another law than the target's: {n}")
+    if law.drafted is None or law.detectable is None:
+        return Finding("open", f"sampled text: no difference shown, and none stated that would have been ({n})")
+    if not law.drafted:
+        return Finding("open", f"sampled text: no draft was judged, so nothing is shown of drafts ({n})")
+    seen = f"would have been found in 4 of 5 cases ({law.drafted} drafted tokens, {n})"
+    shift = f"a shift of {percent(law.detectable)} of the probability towards the drafts"
+    if law.detectable > SHIFT:
+        return Finding("open", f"sampled text is not shown to leave the target's law; only {shift} {seen}")
+    return Finding("good", f"sampled text follows the target's law; {shift} {seen}")
 
 
 def lost_acceptance(speed: Speed) -> list[Finding]:
@@ -103,7 +118,7 @@ def _spoilt(before: Acceptance, after: Acceptance) -> Finding | None:
     text = f"{after.arm}: {told}{at(after.temperature)}: rounding spoils the drafts"
     if high < LEAST_KEPT * low:
         return Finding("bad", text, LOSS)
-    return Finding("open", f"{text}, or noise", NO_GAIN)
+    return Finding("open", f"{text}, or noise", OPEN)
 
 
 def lossless(equality: Equality) -> Finding:
@@ -120,7 +135,7 @@ def lossless(equality: Equality) -> Finding:
 
 
 def _task(task: TaskResult) -> Finding:
-    sign = shown_sign(task.difference.ci, task.p_value)
+    found = task_evidence(task)
     cut = max(task.original_cut, task.quantized_cut)
     caution = f"; {percent(cut)} of the answers were cut at the token limit, so the score says little" * (
         cut > MANY_CUT
@@ -128,7 +143,8 @@ def _task(task: TaskResult) -> Finding:
     asked = task.original.condition
     if asked.get("has_chat_template") and not asked.get("chat_template"):
         caution += "; the model was asked without its chat template"
-    return Finding(TONES[sign], f"{task.task} ({task.backend}): {task.verdict}{caution}")
+    text = f"{task.task} ({task.backend}): {task_verdict(task)}{caution}"
+    return Finding(TONES[found.sign], text, FEW if found.open else "")
 
 
 def _fidelity(found: Fidelity) -> Finding:
@@ -136,11 +152,11 @@ def _fidelity(found: Fidelity) -> Finding:
     ratio, same = found.perplexity_ratio, found.top1_agreement
     text = f"{ratio.condition.get('data', 'held-out text')}: perplexity {times(ratio.value)} the original's"
     agreement = f"the same most likely token at {percent(same.value)} of the positions"
-    return Finding("plain", f"{text} (95 % CI {interval(ratio.ci)}, {ratio.n} windows), {agreement}")
+    return Finding("plain", f"{text} ({sure(of_ratio(ratio.ci, ratio.n), 'windows')}), {agreement}")
 
 
 def _lost_subjects(task: TaskResult) -> list[str]:
-    return [s.task for s in task.sub_tasks if s.difference and shown_sign(s.difference.ci, s.p_value) < 0]
+    return [s.task for s in task.sub_tasks if subject_evidence(task, s).sign < 0]
 
 
 def _lost(task: TaskResult, name: str) -> Finding:
@@ -150,24 +166,30 @@ def _lost(task: TaskResult, name: str) -> Finding:
     return Finding("bad", f"{name} loses, corrected for the number of subjects: {numbers}, {sub_task.n} items", LOSS)
 
 
+def judged(speed: Speed) -> list[Ratio]:
+    """Ratios that say something of their arm: of one whose drafts did nothing, the plain arm has said it."""
+    return [ratio for ratio in speed.ratios if idle_drafts(speed, ratio.arm, ratio.temperature) is None]
+
+
+def _idle(speed: Speed) -> list[Finding]:
+    """Arms whose drafts did nothing, whatever speed was measured of them."""
+    every = dict.fromkeys((ratio.arm, ratio.temperature) for ratio in speed.ratios)
+    return [
+        Finding("open", f"{arm}{at(temperature)}: {did_nothing(found)}, so no speed is theirs", "no drafts")
+        for arm, temperature in every
+        if (found := idle_drafts(speed, arm, temperature)) is not None
+    ]
+
+
 def _faster(ratio: Ratio) -> Finding:
-    """Faster, slower, or neither shown."""
-    low, high = ratio.speedup.ci or (0.0, math.inf)
-    pair, size = f"{ratio.arm} against {ratio.baseline}", times(ratio.speedup.value)
-    if ratio.speedup.n < 2:
-        return Finding("open", f"{pair}: {size} on a single prompt{at(ratio.temperature)}, no interval", NO_GAIN)
-    numbers = f"{size} (95 % CI {interval(ratio.speedup.ci)}, {ratio.speedup.n} prompts){at(ratio.temperature)}"
-    if low > 1:
-        return Finding("good", f"{pair}: faster, {numbers}")
-    if high < 1:
-        return Finding("bad", f"{pair}: slower, {numbers}", LOSS)
-    return Finding("open", f"{pair}: no difference in speed shown, {numbers}{_seen(ratio.speedup.detectable)}", NO_GAIN)
-
-
-def _seen(detectable: float | None) -> str:
-    if detectable is None or math.isinf(detectable):
-        return ""
-    return f"; one of {percent(detectable)} would have been"
+    """Faster, slower, neither shown, or too few prompts to say."""
+    found, pair = gain(ratio), f"{ratio.arm} against {ratio.baseline}"
+    numbers = f"{times(ratio.speedup.value)} ({sure(found, 'prompts')}){at(ratio.temperature)}"
+    if found.few:
+        return Finding("open", f"{pair}: {numbers}", FEW)
+    seen = f"; a change of {least(found)} would have been" if found.detectable else ""
+    word = {1: "faster", -1: "slower", 0: "no difference in speed shown"}[found.sign]
+    return Finding(TONES[found.sign], f"{pair}: {word}, {numbers}{seen * (found.sign == 0)}", WORDS[found.sign])
 
 
 def _unpaid(ratio: Ratio, speed: Speed) -> Finding | None:
@@ -176,7 +198,7 @@ def _unpaid(ratio: Ratio, speed: Speed) -> Finding | None:
     if found.tone == "good":
         return None
     drafts = plain_of(speed).get(ratio.arm) == ratio.baseline
-    advice = "; do not speculate with this draft here" if drafts and ratio.speedup.value < 1 else ""
+    advice = "; do not speculate with this draft here" if drafts and found.tone == "bad" else ""
     return Finding(found.tone, f"{found.text}{advice}", found.word)
 
 
@@ -186,21 +208,35 @@ def _batch_advice(speed: Speed) -> list[Finding]:
 
 
 def _schedule(results: Results) -> list[Finding]:
-    """The cap by batch that the measured sizes ask for, if the recipe does not have it yet."""
+    """The cap by batch that the measured sizes ask for, if the recipe does not have it yet.
+
+    Drafts are kept up to the largest batch at which they are shown to pay; where nothing is shown there is no advice.
+    """
     speed, length = results.speed, (results.recipe.get("speculation") or {}).get("draft_length")
     if speed is None or not speed.batches or not length:
         return []
     own, first = pair_arm(speed), speed.arms[0].temperature
-    alone = next((r.speedup.value for r in drafting(speed) if (r.arm, r.temperature) == (own, first)), None)
+    alone = next((gain(r) for r in drafting(speed) if (r.arm, r.temperature) == (own, first)), None)
     if alone is None:
         return []
     rows = [b for b in speed.batches if (b.arm, b.temperature) == (own, first) and b.speedup is not None]
-    gains = {1: alone} | {b.batch: b.speedup.value if b.draft_length and b.speedup else 0.0 for b in rows}
-    last, ranges = paying(gains, length["k"] if length["policy"] == "fixed" else length["max_k"])
-    told = [list(part) for part in ranges]
-    if max(gains) <= last or told == length["by_batch"]:
+    shown = {1: alone} | {b.batch: batch_gain(b) for b in rows}
+    drafts = {1: True} | {b.batch: b.draft_length > 0 for b in rows}
+    lows = {size: found.ci[0] if found.ci and drafts[size] else 0.0 for size, found in shown.items()}
+    last, ranges = paying(lows, length["k"] if length["policy"] == "fixed" else length["max_k"])
+    by_batch = [list(part) for part in ranges]
+    if max(lows) <= last or by_batch == length["by_batch"] or (last == 0 and alone.sign >= 0):
         return []
-    return [Finding("plain", f"of these sizes follows speculation.draft_length.by_batch: {told}", "do")]
+    undecided = [size for size, found in shown.items() if size > last and not found.sign and drafts[size]]
+    sizes = f"; not decided at batch {', '.join(map(str, undecided))}" if undecided else ""
+    upto = f"up to batch {last}" if last else "at no batch"
+    text = f"drafts are shown to pay {upto}{sizes}: speculation.draft_length.by_batch: {by_batch}"
+    return [Finding("plain", text, "do")]
+
+
+def batch_gain(b: BatchSpeed) -> Evidence:
+    """What the groups of prompts allow to be said of drafting at a batch size."""
+    return Evidence(0, few=True) if b.speedup is None else of_ratio(b.speedup.ci, b.speedup.n)
 
 
 def _batch(b: BatchSpeed) -> str:
@@ -215,11 +251,26 @@ def _changed(b: BatchSpeed) -> Finding | None:
 
 
 def _stopped(b: BatchSpeed) -> Finding | None:
-    if b.speedup is None or b.speedup.value >= 1:
+    """A batch size at which drafts are not shown to pay, unless there are none."""
+    found = batch_gain(b)
+    if b.speedup is None or found.sign > 0 or not b.draft_length:
         return None
-    tone: Tone = "bad" if (b.speedup.ci or (0.0, math.inf))[1] < 1 else "open"
-    text = f"{_batch(b)}: {b.arm} runs at {times(b.speedup.value)} the speed of {b.baseline}, cap it by_batch"
-    return Finding(tone, text, LOSS if tone == "bad" else NO_GAIN)
+    text = f"{_batch(b)}: {b.arm} runs at {times(b.speedup.value)} the speed of {b.baseline}"
+    if found.sign < 0:
+        return Finding("bad", f"{text}, cap it by_batch", LOSS)
+    return Finding("open", f"{text} ({sure(found, 'groups of prompts')})", FEW if found.few else OPEN)
+
+
+def off_predictions(speed: Speed) -> list[Finding]:
+    """Arms of which the model of speculation foretold another speed than was measured."""
+    return [_off(p) for p in speed.predictions if off(p.predicted, p.measured)]
+
+
+def _off(p: Prediction) -> Finding:
+    numbers = f"predicted {times(p.predicted)}, measured {times(p.measured)}"
+    by = f"off by {percent(miss(p.predicted, p.measured), 0)}, beyond the tolerance of {percent(TOLERANCE, 0)}"
+    text = f"{p.arm}{at(p.temperature)}: {numbers}, {by}: the model of speculation does not hold here"
+    return Finding("open", text, "off")
 
 
 def _prefill(speed: Speed) -> list[Finding]:
@@ -228,25 +279,30 @@ def _prefill(speed: Speed) -> list[Finding]:
     base, found = plain[0] if plain else None, list[Finding]()
     for arm in plain[1:]:
         if base is not None and arm.ttft.median >= base.ttft.median:
-            medians = f"{number(arm.ttft.median)} ms against {number(base.ttft.median)} ms (medians of {arm.ttft.n})"
-            found.append(
-                Finding("open", f"no gain in prefill: the first token of {arm.arm} comes after {medians}", NO_GAIN)
-            )
+            medians = f"{number(arm.ttft.median)} ms, {base.arm} {number(base.ttft.median)} (medians of {arm.ttft.n})"
+            found.append(Finding("open", f"prefill is not shown to be faster: {arm.arm} needs {medians}", OPEN))
     return found
 
 
 def _fastest(speed: Speed) -> list[Finding]:
-    """The arm to use, by median decoding speed, at every temperature."""
+    """Whether another arm than the pair is the one to use, at every temperature."""
     found: list[Finding] = []
     for temperature in dict.fromkeys(arm.temperature for arm in speed.arms):
-        timed = [a for a in speed.arms if a.temperature == temperature and a.decode_rate.n]
-        if not timed:
+        if not any(arm.temperature == temperature and arm.decode_rate.n for arm in speed.arms):
             found.append(Finding("open", f"no arm was timed{at(temperature)}: every answer ended at its first token"))
-            continue
-        best = max(timed, key=lambda a: a.decode_rate.median)
-        rate = f"{number(best.decode_rate.median)} tokens/s (median of {best.tpot.n} runs)"
-        found.append(Finding("plain", f"fastest arm{at(temperature)}: {best.arm}, {rate}"))
+        elif (best := fastest(speed, temperature)) is not None:
+            found.append(_beside_pair(best, pair_arm(speed), at(temperature)))
     return found
+
+
+def _beside_pair(best: Fastest, own: str, when: str) -> Finding:
+    chosen = f"fastest arm by {best.chosen_on} of the prompts{when}: {best.arm}"
+    if best.arm == own:
+        return Finding("plain", chosen)
+    numbers = f"{times(best.value)} the speed of {own} on the others ({sure(best.over_pair, 'prompts')})"
+    if best.over_pair.sign > 0:
+        return Finding("open", f"{chosen}, {numbers}: use it instead", "faster")
+    return Finding("plain", f"{chosen}, but not shown to beat the pair: {numbers}")
 
 
 def budget_findings(results: Results) -> list[Finding]:
@@ -283,6 +339,9 @@ def _first_token(name: str, speed: Speed, limit: float) -> Finding:
 
 def _recovery(name: str, task: TaskResult, limit: float) -> Finding:
     """Score kept, with its interval."""
+    found = task_evidence(task)
+    if found.open:
+        return Finding("open", f"{name} undecided: {task.task}: {found.shortage('items')}")
     low, high = task.recovery_ci or tuple(1 + end / task.original.value for end in task.difference.ci or (0.0, 0.0))
     numbers = f"{task.task} keeps {percent(task.quantized.value / task.original.value)}"
     numbers += f" (95 % CI {percents((low, high))}, n = {task.original.n})"

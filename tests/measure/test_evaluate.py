@@ -102,8 +102,23 @@ def test_equal_scores_are_no_proof_of_equality():
     assert result.recovery == 1.0
     assert result.recovery_ci is not None
     assert result.recovery_ci[0] < 0.95 < 1.05 < result.recovery_ci[1]
-    (single,) = [stage.compare(TaskSpec(), "qspec", _scores([1]), _scores([1]))]
-    assert single.verdict == "no difference detected, McNemar p = 1; 1 items can show none"
+    few = stage.compare(TaskSpec(), "qspec", _scores([1, 1, 0]), _scores([1, 1, 0]))
+    assert few.verdict.startswith("too few items to say: 3, need about ")
+
+
+def test_guesses_are_no_evidence():
+    """Would catch "a drop of 12 points would have been shown" by answers that are no better than chance."""
+    scores = _scores([1.0] * 3 + [0.0] * 17)
+    found = stage.compare(TaskSpec(), "qspec", scores, scores)
+    assert found.verdict.startswith("at chance: 20 items are not answered better than by guessing (10 %)")
+    stated = Scores("acc,none", scores.samples, {"chance": 0.25})
+    assert "guessing (25 %)" in stage.compare(TaskSpec(name="arc"), "qspec", stated, stated).verdict
+    free = Scores("acc,none", scores.samples, {"chance": 0.0})
+    assert stage.compare(TaskSpec(), "qspec", free, free).verdict.startswith("too few items to say: 20, need about ")
+    none = Scores("acc,none", _scores([0.0] * 20).samples, {"chance": 0.0})
+    assert stage.compare(TaskSpec(), "qspec", none, none).verdict.startswith(
+        "the original is right in none of 20 items"
+    )
 
 
 def test_a_clear_loss_is_called_one():

@@ -9,13 +9,15 @@ import re
 
 import pytest
 
+from qspec.numerics.statistics.paired import geometric_mean
 from qspec.readable import Numeral, Range, number, percent, size
 from qspec.report import verdict
 from qspec.report.document import Document, Dots, Finding, Plot, Table, Tiles, tables
+from qspec.report.measured import measured
 from qspec.report.page import document, report
 from qspec.report.render import html as report_html, markdown as report_markdown
 from qspec.schema.results import Accuracy, BatchSpeed, Measurement, Mismatch, Ratio, Results, SourceCounts, Spread
-from tests.example_results import HOSTILE, example, measurement, ratio, speed, task
+from tests.example_results import HOSTILE, arm, example, measurement, ratio, speed, task
 
 
 def _findings(results: Results) -> dict[str, str]:
@@ -72,9 +74,7 @@ def test_a_draft_that_slows_down_is_advised_against():
 
 def test_a_first_token_that_does_not_come_earlier_is_told():
     """Would catch a gain in decoding that hides that there is none in prefill."""
-    assert (
-        _tone(example(), "no gain in prefill: the first token of quantized comes after 85.3 ms against 85.3") == "open"
-    )
+    assert _tone(example(), "prefill is not shown to be faster: quantized needs 85.3 ms, original 85.3") == "open"
 
 
 def test_a_subject_that_loses_is_named():
@@ -91,10 +91,118 @@ def test_a_subject_that_loses_is_named():
 
 def test_the_fastest_arm_is_named():
     """Would catch a reader left to find the arm to use, or one named that is not the fastest."""
-    assert _tone(example(), "fastest arm: quantized + draft, 78.1 tokens/s (median of 36 runs)") == "plain"
-    assert (
-        _tone(example().model_copy(update={"speed": speed(0.85)}), "fastest arm: quantized, 55.0 tokens/s") == "plain"
+    assert _tone(example(), "fastest arm by 6 of the prompts: quantized + draft") == "plain"
+    slow = example().model_copy(update={"speed": speed(0.85)})
+    words = "fastest arm by 6 of the prompts: quantized, 1.18× the speed of quantized + draft on the others (95 % CI"
+    assert _tone(slow, words) == "open"
+
+
+def lucky(half: float, others: float, brought: float) -> Results:
+    """The pair beside a lookup that is faster by `half` on the prompts that choose, and by `others` on the rest.
+
+    brought: tokens that the lookup's drafts add to a step.
+    """
+    found = speed()
+    base = next(r for r in found.ratios if (r.arm, r.baseline) == ("quantized + draft", "original"))
+    own = tuple(
+        value * (1 + part + 0.01 * (i % 3))
+        for i, (value, part) in enumerate(zip(base.per_prompt, (half, others) * 6, strict=True))
     )
+    mean, ci = geometric_mean(own)
+    speedup = base.speedup.model_copy(update={"value": mean, "ci": ci})
+    rival = base.model_copy(update={"arm": "quantized + prompt lookup", "per_prompt": own, "speedup": speedup})
+    beside = rival.model_copy(update={"baseline": "quantized"})
+    acceptance = found.acceptance[0].model_copy(
+        update={"arm": rival.arm, "tokens_per_step": 1 + brought, "accepted": 0, "drafted": 4, "steps": 364}
+    )
+    forecast = found.predictions[0].model_copy(
+        update={"arm": rival.arm, "predicted": mean / 1.83, "measured": mean / 1.83}
+    )
+    changed = {
+        "arms": (*found.arms, arm("quantized + prompt lookup", 160.0, True)),
+        "ratios": (*found.ratios, rival, beside),
+        "acceptance": (*found.acceptance, acceptance),
+        "predictions": (*found.predictions, forecast),
+    }
+    return example().model_copy(update={"speed": found.model_copy(update=changed)})
+
+
+def test_the_headline_is_the_pairs_own():
+    """Would catch "prompt lookup decodes at 3.01×" in place of the pair: the luckiest arm of several."""
+    results = lucky(0.2, 0.2, brought=0.3)
+    assert document(results).lead.startswith("Quantized + draft decodes at 2.60× the speed of original.")
+    (glance,) = [block for block in document(results).blocks if isinstance(block, Tiles)]
+    assert [tile.value for tile in glance.tiles if tile.label.endswith("over original")] == ["2.60×"]
+    assert _tone(results, "fastest arm by 6 of the prompts: quantized + prompt lookup, 1.2") == "open"
+
+
+def test_a_winner_is_judged_on_prompts_that_did_not_choose_it():
+    """Would catch an arm that wins on the prompts that chose it, by luck, and nowhere else."""
+    results = lucky(0.2, -0.1, brought=0.3)
+    words = "fastest arm by 6 of the prompts: quantized + prompt lookup, but not shown to beat the pair: 0.9"
+    assert _tone(results, words) == "plain"
+
+
+def test_drafts_that_did_nothing_win_nothing():
+    """Would catch a lookup that drafted nothing in 98.9 % of its steps and had 0 of 4 accepted, at "3.01×"."""
+    results = lucky(0.2, 0.2, brought=0.0)
+    found = _findings(results)
+    assert not any("prompt lookup against" in text for text in found)
+    assert _tone(results, "prompt lookup: its drafts did nothing (0 of 4 accepted in 364 steps), so no speed") == "open"
+    assert _tone(results, "fastest arm by 6 of the prompts: quantized + draft") == "plain"
+    assert "prompt lookup: its drafts did nothing (0 of 4 accepted in 364 steps)" in document(results).lead
+    idle = example().speed
+    assert idle is not None
+    own = tuple(a.model_copy(update={"tokens_per_step": 1.001, "accepted": 0}) for a in idle.acceptance)
+    still = example().model_copy(update={"speed": idle.model_copy(update={"acceptance": own})})
+    assert document(still).lead.startswith("Quantized decodes at 1.83× the speed of original.")
+    assert "Quantized + draft: its drafts did nothing" in document(still).lead
+
+
+def test_nothing_is_said_of_a_single_prompt():
+    """Would catch "shows no gain (2.71×)" of one prompt, and intervals and changes that no number can be read from."""
+    found = speed()
+    ratios = tuple(
+        r.model_copy(update={"speedup": r.speedup.model_copy(update={"n": n, "ci": ci, "detectable": 1.2e10})})
+        for r, n, ci in zip(found.ratios, (1, 2, 2), (None, (4.99e-9, 8.46e9), (0.00176, 2577683.0)), strict=True)
+    )
+    results = example().model_copy(update={"speed": found.model_copy(update={"ratios": ratios})})
+    texts = _findings(results)
+    assert not any("no gain" in text or "no difference in speed" in text for text in texts)
+    assert _tone(results, "quantized against original: 1.83× (too few prompts to say: 1)") == "open"
+    assert _tone(results, "quantized + draft against quantized: 1.42× (too few prompts to say: 2, need about") == "open"
+    markdown = report_markdown.render(document(results))
+    assert not re.search(r"inf %|e\+09|2,577,683|\d{5,}\.\d %", markdown)
+    assert "too few prompts to say: 2" in document(results).lead
+
+
+def test_a_task_at_chance_is_left_out_of_the_verdict():
+    """Would catch "no loss is shown; a drop of 7.2 points would have been" of a model that guesses."""
+    guessed = task(0.1).model_copy(update={"original": task().original.model_copy(update={"value": 0.107})})
+    results = example().model_copy(update={"accuracy": example().accuracy.model_copy(update={"tasks": (guessed,)})})
+    assert _tone(results, "mmlu_pro (qspec): at chance: 140 items are not answered better than by guessing") == "open"
+    assert _tone(results, "recovery budget 99.0 % undecided: mmlu_pro: at chance") == "open"
+    page = document(results)
+    assert "Accuracy was not tested by a task (mmlu_pro: at chance" in page.lead
+    lines = [line for line in report_markdown.render(page).splitlines() if "mmlu" in line]
+    assert len(lines) > 3
+    assert not any(re.search("points (or more )?would have|7.2 %", line) for line in lines)
+    assert measured(results, "recovery") == {}
+
+
+def test_predictions_that_are_far_off_are_flagged():
+    """Would catch "predicted 0.0626×, measured 1.61×" without a word, and curves drawn from such a model."""
+    found = speed()
+    wrong = found.predictions[0].model_copy(update={"predicted": 0.0626, "measured": 1.61})
+    results = example().model_copy(update={"speed": found.model_copy(update={"predictions": (wrong,)})})
+    words = "quantized + draft: predicted 0.0626×, measured 1.61×, off by 2472 %, beyond the tolerance of 25 %"
+    assert _tone(results, words) == "open"
+    page = document(results)
+    assert sum(isinstance(b, Finding) and b.text.startswith(words) for b in page.blocks) == 2
+    (table,) = [b for b in page.blocks if isinstance(b, Table) and "within 25 %" in b.columns]
+    assert table.rows[0][table.columns.index("within 25 %")] == "no"
+    assert not any(isinstance(b, Plot) and b.caption.startswith("Predicted speedup by") for b in page.blocks)
+    assert not any("tolerance" in text for text in _findings(example()))
 
 
 def test_answers_of_one_token_name_no_fastest_arm():
@@ -354,10 +462,11 @@ def test_sizes_and_shares():
 def test_a_cap_by_batch_follows_from_the_measured_sizes() -> None:
     """Catches a loss in batches that is told without what to do about it, and a cap that no measurement asks for."""
 
-    def told(length: dict[str, object], **gains: float) -> list[str]:
+    def told(length: dict[str, object], width: float = 0.05, **gains: float) -> list[str]:
         batches = tuple(
-            b.model_copy(update={"speedup": measurement("rate", gains[f"b{b.batch}"], n=6)}) if b.speedup else b
+            b.model_copy(update={"speedup": measurement("rate", g, (g - width, g + width), n=6)}) if b.speedup else b
             for b in speed().batches
+            for g in [gains[f"b{b.batch}"]]
         )
         recipe = example().recipe | {"speculation": {"draft_length": {"by_batch": [], "k": 3, "max_k": 8, **length}}}
         found = example().model_copy(
@@ -369,6 +478,12 @@ def test_a_cap_by_batch_follows_from_the_measured_sizes() -> None:
     assert told({"policy": "optimal"}, b2=1.3, b4=0.9) == ["[[1, 3, 8], [4, 4, 0]]"]
     assert told({"policy": "fixed"}, b2=0.9, b4=0.8) == ["[[1, 1, 3], [2, 4, 0]]"]
     assert told({"policy": "optimal"}, b2=0.9, b4=1.1) == []  # the largest pays
+    assert told({"policy": "optimal"}, b2=1.3, b4=1.04) == [
+        "[[1, 3, 8], [4, 4, 0]]"
+    ]  # the estimate pays, its low end not
+    assert told({"policy": "optimal"}, width=0.8, b2=1.3, b4=0.9) == [
+        "[[1, 1, 8], [2, 4, 0]]"
+    ]  # alone it is shown to pay
     assert told({"policy": "optimal", "by_batch": [[1, 3, 8], [4, 4, 0]]}, b2=1.3, b4=0.9) == []  # it is there
 
 

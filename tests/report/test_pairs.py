@@ -60,9 +60,92 @@ def test_speed_stands_against_accuracy():
     assert kl.series[0].points[0].y == 0.01
     (table,) = [t for t in blocks(page, Table) if t.caption.startswith("Every pair")]
     assert [row[0] for row in table.rows] == ["fast", "close", "neither"]
-    assert (
-        page.lead == "close is the fastest pair that keeps its budgets and shows no loss: 2.38× its original's speed."
+    assert page.lead.startswith("close is the only pair that keeps its budgets and shows no loss: 2.38× its original's")
+    assert "; fast is out: recovery budget 99.0 % missed: mmlu_pro keeps 84.4 %" in page.lead
+
+
+def free(results: Results) -> Results:
+    """Without budgets, which decide before speed does."""
+    return results.model_copy(update={"recipe": {**results.recipe, "budget": {}}})
+
+
+def uneven(results: Results, chosen: float, others: float) -> Results:
+    """Its own speedup times `chosen` on the prompts that choose, times `others` on the rest."""
+    assert results.speed is not None
+    own = results.speed.ratios[2]
+    values = tuple(
+        value * (1 + 0.01 * (i % 5)) * part
+        for i, (value, part) in enumerate(zip(own.per_prompt, (chosen, others) * 6, strict=True))
     )
+    changed = own.model_copy(update={"per_prompt": values})
+    return results.model_copy(
+        update={"speed": results.speed.model_copy(update={"ratios": (*results.speed.ratios[:2], changed)})}
+    )
+
+
+def test_the_fastest_pair_is_faster_on_prompts_that_did_not_choose_it():
+    """Would catch a crown for the pair that was luckiest on the prompts that crown it."""
+    alone = {name: free(results) for name, results in pairs().items()}
+    assert comparison(alone).lead.startswith(
+        "fast is the fastest pair that keeps its budgets and shows no loss: 3.49× its original's speed (95 % CI 3.3"
+    )
+    close = alone["close"]
+    lucky = {"lucky": uneven(close, 1.3, 1.0), "even": uneven(close, 1.0, 1.0)}
+    assert comparison(lucky).lead.startswith("Nothing is called the fastest: lucky is not shown to beat even, at 1.00×")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"environment": {"cpu": "another"}}, "cpu <script>"),
+        (
+            {"environment": {"engine": "torch kernels, 2 threads"}},
+            "engine C++ core (avx2) and torch kernels, 2 threads",
+        ),
+        ({"environment": {"instruction_sets": "avx2 avx512f"}}, "instruction_sets None and avx2 avx512f"),
+        ({"environment": {"threads": "64"}}, "threads 2 and 64"),
+        ({"recipe": {"target": {"model": "another"}}}, "original None and another"),
+    ],
+)
+def test_nothing_is_crowned_across_machines_and_models(changed: dict[str, dict[str, object]], words: str):
+    """Would catch a pair of another machine, engine or model called the fastest, and dominance that these explain."""
+    alone = {name: free(results) for name, results in pairs(3).items()}
+    for other in ("close", "neither"):  # also one that is not the first's neighbour
+        (field, value), results = next(iter(changed.items())), alone[other]
+        moved = results.model_copy(update={field: {**getattr(results, field), **value}})
+        page = comparison({**alone, other: moved})
+        assert page.lead.startswith(f"Nothing is called the fastest: fast and {other} were timed under different")
+        assert words in page.lead
+        assert not [f for f in blocks(page, Finding) if f.word == "front"]
+        assert all(
+            [series.name for series in plot.series] == ["pairs, not to be ranked"] for plot in blocks(page, Plot)
+        )
+        assert [row[0] for t in blocks(page, Table) if t.caption.startswith("Every pair") for row in t.rows] == [*alone]
+
+
+def test_a_machine_that_nobody_knows_is_not_the_same():
+    """Would catch results without an engine taken for results of one engine."""
+    unknown = {
+        name: free(results).model_copy(update={"environment": {"cpu": "x", "threads": "2"}})
+        for name, results in pairs(2).items()
+    }
+    assert "engine None and None" in comparison(unknown).lead
+
+
+def test_a_pair_without_accuracy_is_not_crowned():
+    """Would catch a crown "that shows no loss" for a pair whose accuracy was not measured, or is chance."""
+    alone = {name: free(results) for name, results in pairs(2).items()}
+    fast = alone["fast"]
+    guessed = task(0.1).model_copy(update={"original": task().original.model_copy(update={"value": 0.1})})
+    for tasks in ((), (guessed,)):
+        bare = fast.model_copy(update={"accuracy": fast.accuracy.model_copy(update={"tasks": tasks})})
+        lead = comparison({"fast": bare, "close": alone["close"]}).lead
+        assert lead.startswith("close is the only pair that keeps its budgets and shows no loss")
+        assert lead.endswith("; fast has no accuracy measured on a task that could show a loss.")
+    untimed = fast.model_copy(update={"speed": None})
+    lead = comparison({"fast": untimed, "close": alone["close"]}).lead
+    assert lead.startswith("close is the only pair")
+    assert lead.endswith("; fast was not timed beside its original.")
 
 
 def test_pairs_are_compared_on_the_same_windows():
@@ -72,7 +155,7 @@ def test_pairs_are_compared_on_the_same_windows():
     assert rows["close: KL, nats/token"][0] == "-0.0300"
     assert rows["close: KL, nats/token"][-1] == "closer to the original"
     assert rows["neither: KL, nats/token"][-1] == "further from the original"
-    assert rows["close: mmlu_pro"][-1] == "no difference shown"
+    assert rows["close: mmlu_pro"][-1] == "at chance"  # of the one question that both were asked
 
 
 def test_other_text_is_not_paired():
