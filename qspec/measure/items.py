@@ -10,7 +10,7 @@ from statistics import stdev
 
 import torch
 
-from qspec.numerics.evidence import Evidence, of_difference
+from qspec.numerics.statistics.evidence import Evidence, of_difference
 from qspec.numerics.statistics.fidelity import bootstrap_ci, mcnemar_exact, wilson_interval
 from qspec.numerics.statistics.paired import bootstrap_ratio, detectable_share, proportion_difference, proportion_ratio
 from qspec.numerics.statistics.student import detectable_difference

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from qspec.measure.items import subject_evidence, task_evidence, task_verdict
-from qspec.numerics.evidence import of_ratio
+from qspec.numerics.statistics.evidence import of_ratio
 from qspec.readable import Numeral, count, interval, number, percent, percents, times
 from qspec.report.document import Bar, Block, Details, Dots, Heading, Paragraph, Table, compact, least, sure_cell
 from qspec.schema.results import Accuracy, Fidelity, Measurement, Scalar, TaskResult

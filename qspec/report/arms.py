@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from qspec.numerics.evidence import Evidence, of_ratio
+from qspec.numerics.statistics.evidence import Evidence, of_ratio
 from qspec.numerics.statistics.paired import geometric_mean
 from qspec.schema.results import Acceptance, Ratio, Speed
 

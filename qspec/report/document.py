@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from qspec.numerics.evidence import Evidence
+from qspec.numerics.statistics.evidence import Evidence
 from qspec.readable import Interval, Numeral, interval, number, percent
 
 Tone = Literal["good", "bad", "open", "plain"]

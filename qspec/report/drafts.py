@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from qspec.numerics.evidence import Evidence, of_ratio, of_share
 from qspec.numerics.speculation.speedup import optimal_gamma, pass_cost, walltime_speedup
+from qspec.numerics.statistics.evidence import Evidence, of_ratio, of_share
 from qspec.numerics.statistics.predictive import TOLERANCE, off
 from qspec.readable import count, number, percent, times
 from qspec.report.arms import drafting, gain

@@ -1,7 +1,7 @@
 """The answer of a report at a glance: one or two sentences, and the numbers that carry them."""
 
 from qspec.measure.items import task_evidence
-from qspec.numerics.evidence import Evidence, of_share
+from qspec.numerics.statistics.evidence import Evidence, of_share
 from qspec.readable import interval, number, percent, percents, size, times
 from qspec.report.arms import did_nothing, drafting, gain, idle_drafts, over_first, pair_arm, target_arm
 from qspec.report.document import Tile, Tiles, Tone, sure

@@ -9,7 +9,7 @@ import math
 
 from qspec.errors import SourceError
 from qspec.measure.items import compare_items, task_evidence
-from qspec.numerics.evidence import of_ratio, of_share
+from qspec.numerics.statistics.evidence import of_ratio, of_share
 from qspec.numerics.statistics.fidelity import wilson_interval
 from qspec.numerics.statistics.paired import geometric_mean
 from qspec.readable import Interval

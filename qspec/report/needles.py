@@ -1,6 +1,6 @@
 """Numbers hidden in running text, in the report: found by context length, and what the KV cache has to do with it."""
 
-from qspec.numerics.evidence import Evidence, of_difference
+from qspec.numerics.statistics.evidence import Evidence, of_difference
 from qspec.numerics.statistics.paired import shown_sign
 from qspec.readable import count, interval, number, percent, percents
 from qspec.report.document import Block, Finding, Heading, Paragraph, Plot, Point, Series, compact, least

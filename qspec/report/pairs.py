@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from qspec.measure.items import chance_of, compare_items, task_evidence
-from qspec.numerics.evidence import of_ratio
+from qspec.numerics.statistics.evidence import of_ratio
 from qspec.numerics.statistics.paired import geometric_mean, rank_correlation, shown_sign
 from qspec.numerics.statistics.pareto import dominated
 from qspec.numerics.statistics.student import mean_interval

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from qspec.numerics.evidence import of_ratio
+from qspec.numerics.statistics.evidence import of_ratio
 from qspec.numerics.statistics.paired import geometric_mean
 from qspec.readable import count, interval, number, percent, size, times
 from qspec.report.accuracy import conditions

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qspec.numerics.evidence import Evidence, of_ratio
+from qspec.numerics.statistics.evidence import Evidence, of_ratio
 from qspec.readable import Interval, count, interval, number, percent, times
 from qspec.report.document import (
     Block,

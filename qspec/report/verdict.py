@@ -4,7 +4,7 @@ import math
 
 from qspec.measure.items import subject_evidence, task_evidence, task_verdict
 from qspec.measure.prove import CERTAIN, SHIFT
-from qspec.numerics.evidence import Evidence, of_ratio
+from qspec.numerics.statistics.evidence import Evidence, of_ratio
 from qspec.numerics.statistics.pareto import paying
 from qspec.numerics.statistics.predictive import TOLERANCE, miss, off
 from qspec.readable import interval, number, percent, percents, times

@@ -399,8 +399,8 @@ class PromptFacts(Record):
 class Marginals(Record):
     """Text sampled with drafts against the target's own law: `samples` texts of `positions` tokens behind `prompts`.
 
-    `p_value`: chance of tokens that differ at least as much if they follow that law (`measure.prove`). `drafted`: tokens
-    that a draft was judged for; `detectable`: the shift of probability towards what drafts favour that they would show
+    `p_value`: chance of tokens that differ at least as much if they follow that law (`measure.prove`). `drafted`:
+    tokens that a draft was judged for; `detectable`: the shift towards what drafts favour that they would show
     in 4 of 5 cases. Both are None in results of the comparison of two samples that was made before.
     """
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from qspec.numerics.evidence import useful
+from qspec.numerics.statistics.evidence import useful
 from qspec.numerics.statistics.pareto import choose, excess, front, schedule
 from qspec.planning.tune_space import Space
 from qspec.schema.recipe import BudgetSpec

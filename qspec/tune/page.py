@@ -10,8 +10,8 @@ from typing import Any
 
 from qspec.measure.arm import Run
 from qspec.measure.items import task_evidence, task_verdict
-from qspec.numerics.evidence import useful
 from qspec.numerics.speculation.lowering import Levels
+from qspec.numerics.statistics.evidence import useful
 from qspec.numerics.statistics.predictive import TOLERANCE, excess_deviation, left_out, off, widened
 from qspec.planning.tune_space import Pruned
 from qspec.readable import count, interval, number, percent, percents, size

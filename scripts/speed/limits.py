@@ -1,6 +1,6 @@
 """Measure speedup by batch, prompt length and candidates beside its prediction; say up to where drafts pay.
 
-Batch x prompt x candidates of eval/matrices/speculation_limits.yaml, each cell in turns with plain decoding, every repeat
+Batch x prompt x candidates of eval/matrices/speculation_limits.yaml, cells in turns with plain decoding, every repeat
 with prompts of its own; the batch up to which drafts are shown to pay. Needs a quiet machine; resumes.
   --matrix FILE   --only PATTERN   --again   --threads N   --out FILE (default eval/baselines/speculation_limits.json)
 """

@@ -7,8 +7,8 @@ import pytest
 
 from qspec.progress import Progress
 from qspec.schema.problems import validate
-from scripts.speed.matrix import Lengths, SpeedSubject
 from scripts.speed import run as bench_speed
+from scripts.speed.matrix import Lengths, SpeedSubject
 from scripts.speed.run import Study, make_prompts
 from scripts.speed.study import Timed
 from tests.arms import Letters

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from qspec.numerics.evidence import CHANGE, DROP, Evidence, of_difference, of_ratio, of_share, useful
+from qspec.numerics.statistics.evidence import CHANGE, DROP, Evidence, of_difference, of_ratio, of_share, useful
 from qspec.numerics.statistics.fidelity import mcnemar_exact
 from qspec.numerics.statistics.paired import detectable_ratio, detectable_share, geometric_mean, proportion_difference
 from qspec.numerics.statistics.student import quantile, values_needed
