@@ -4,7 +4,6 @@ from collections.abc import Callable
 import math
 from typing import Any
 
-from scipy import special
 import torch
 from torch import Tensor
 
@@ -56,6 +55,8 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
 
     `only_a` / `only_b`: items that one alone got right.
     """
+    from scipy import special
+
     return min(1.0, 2 * float(special.bdtr(min(only_a, only_b), only_a + only_b, 0.5)))
 
 
