@@ -20,7 +20,7 @@ from qspec.progress import Progress
 from qspec.schema.results import Marginals
 from qspec.speculation.engine import generate
 from qspec.speculation.length.policies import Fixed
-from qspec.speculation.types import Drafter, Follower, Generation, More, Proposal, Sampling
+from qspec.speculation.types import Drafter, Follower, Generation, More, Proposal, Randomness, Sampling
 
 POSITIONS, DRAFTED, TEXTS = 48, 480, 24
 """Tokens of a text; texts are sampled until so many tokens were drafted, at most so many texts."""
@@ -46,7 +46,7 @@ class Witness:
     proposals: dict[int, Proposal] = field(default_factory=dict)
 
     def propose(
-        self, context: list[int], k: int, sampling: Sampling, generator: torch.Generator, more: More | None = None
+        self, context: list[int], k: int, sampling: Sampling, generator: Randomness, more: More | None = None
     ) -> Proposal:
         self.proposals[len(context)] = self.drafter.propose(context, k, sampling, generator, more)
         return self.proposals[len(context)]
