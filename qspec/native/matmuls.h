@@ -7,6 +7,7 @@
 #include <new>
 #include <vector>
 
+#include "checks.h"
 #include "model.h"
 #include "pool.h"
 
@@ -64,17 +65,6 @@ struct Thread {
   Buffer<int64_t> best_token;
   Rows rows() const { return {values.get(), codes.get(), row_scale.get(), start.get(), 0, 0}; }
 };
-
-// Runs `body`; no exception crosses the C interface.
-template <class Body>
-bool guarded(const Body& body) {
-  try {
-    body();
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
 
 // Scratch of every thread, and matmuls that they share out. All threads of the pool call the same functions in the same
 // order; those that share out end with a barrier.

@@ -107,8 +107,17 @@ class Sequence {
     return {codes, codes + head_bytes_, scale, value_scale};
   }
 
+  bool of(const Shape& shape) const { return &s_ == &shape; }
+
+  void truncate(int to) {
+    require(within(to, 0, length), "a sequence is no longer than it is");
+    length = to;
+  }
+
   // Append the nodes of a path. Its nodes rise, so none is overwritten before it has moved.
   void keep(const int32_t* path, int count) {
+    for (int i = 0; i < count; ++i)
+      require(within(path[i], i ? path[i - 1] + 1 : 0, s_.max_length - 1 - length), "a path leaves its tree");
     for (int i = 0; i < count; ++i)
       for (int layer = 0; layer < s_.layers && path[i] != i; ++layer)
         for (int h = 0; h < s_.kv_heads; ++h)
@@ -210,10 +219,15 @@ class Model : Matmuls {
     if (stream_ && !stream_->usable()) stream_.release();
   }
 
-  void* memory(size_t bytes) { return arena_.take(bytes, PAGE); }
+  void* memory(int64_t bytes) {
+    require(within(bytes, 0, int64_t{1} << 48), "memory of no such size");
+    return arena_.take(static_cast<size_t>(bytes), PAGE);
+  }
 
   // in_place: weights lie, or will, in `memory`; all else is copied.
   void set_layer(int i, const Layer& given, bool in_place) {
+    require(within(i, 0, s_.layers - 1), "the model has no such layer");
+    require_layer(s_, given);
     Layer& layer = layers_[i];
     layer = given;
     layer.input_norm = arena_.copy(given.input_norm, s_.hidden);
@@ -233,6 +247,11 @@ class Model : Matmuls {
 
   // Pieces rise by layer; these lie in `memory` and are read into it for every pass.
   void set_stream(int file, const Piece* pieces, int count) {
+    require(count >= 1, "nothing is streamed");
+    for (int i = 0; i < count; ++i) {
+      require(within(pieces[i].layer, i ? pieces[i - 1].layer + 1 : 0, s_.layers - 1), "streamed layers do not rise");
+      require(pieces[i].to && pieces[i].size >= 0 && pieces[i].start >= 0, "a streamed layer has no place");
+    }
     streamed_.assign(s_.layers, false);
     for (const Piece* piece = pieces; piece < pieces + count; ++piece) streamed_[piece->layer] = true;
     stream_ = std::make_unique<Stream>(file, pieces, count);
@@ -247,6 +266,7 @@ class Model : Matmuls {
   }
 
   void set_rope(int which, const float* cos, const float* sin) {
+    require(within(which, 0, s_.ropes - 1) && cos && sin, "the model has no such rotation");
     const size_t count = size_t(s_.max_length) * (s_.rotary / 2);
     ropes_[2 * which] = arena_.copy(cos, count);
     ropes_[2 * which + 1] = arena_.copy(sin, count);
@@ -254,6 +274,7 @@ class Model : Matmuls {
 
   // The embedding is row after row; without codes it is the head's own panels.
   void set_ends(const Weight& embedding, const float* norm, const Weight& head, bool in_place) {
+    require_ends(s_, embedding, norm, head);
     norm_ = arena_.copy(norm, s_.hidden);
     embedding_ = embedding;
     head_ = head;
@@ -270,7 +291,9 @@ class Model : Matmuls {
   // states [last, hidden] behind them. False: a layer cannot be read, nothing is appended.
   bool forward(const Part* parts, int count, int last, float* logits, int64_t* best, float* states) {
     std::lock_guard<std::mutex> one(calls_);
+    require_parts(parts, count);
     list_rows(parts, count);
+    require(within(last, 0, static_cast<int64_t>(rows_.size())) && states, "more rows are asked for than there are");
     make_room();
     laps_.begin();
     pool_.run([&](int thread) { pass(thread, last, logits, best, states); });
@@ -281,6 +304,17 @@ class Model : Matmuls {
   }
 
  private:
+  void require_parts(const Part* parts, int count) const {
+    for (const Part* part = parts; part < parts + count; ++part) {
+      require(part->sequence && part->sequence->of(s_), "a sequence of another model");
+      const int64_t size = part->parents ? part->nodes : part->count;
+      require(within(part->count, 0, size), "more rows than nodes");
+      require(part->sequence->length + size <= s_.max_length, "more positions than the cache holds");
+      for (int i = 0; part->parents && i < part->nodes; ++i)
+        require(within(part->parents[i], -1, i - 1), "a node of a tree comes before its parent");
+    }
+  }
+
   static size_t widest_of(const Shape& s) {
     const size_t dims = size_t(s.heads) * s.head_dim;
     return size_t(std::max({s.hidden, s.intermediate, s.expert_size, int32_t(dims)}));
@@ -318,6 +352,7 @@ class Model : Matmuls {
   }
 
   void keep(Weight& m) {
+    require_outliers(m);
     const size_t lanes = size_t(m.panels()) * 8;
     m.codes = arena_.copy(static_cast<const char*>(m.codes), m.bytes);
     m.scale = arena_.copy(m.scale, lanes * m.groups());
@@ -651,10 +686,14 @@ QSPEC_API void qspec_pool_free(Pool* pool) {
 QSPEC_API Model* qspec_model(Pool* pool, const qspec::Shape* shape, const char* isa) {
   Model* model = nullptr;
   qspec::guarded([&] {
+    qspec::require_shape(*shape);
     if (const qspec::Kernels* kernels = qspec::kernels_named(isa)) model = new Model(*pool, *shape, *kernels);
   });
   return model;
 }
+
+// The rule that this thread's newest call has broken; null: none, a call that failed has lacked memory.
+QSPEC_API const char* qspec_refusal() { return qspec::refusal; }
 
 QSPEC_API void qspec_model_free(Model* model) { delete model; }
 QSPEC_API int qspec_set_layer(Model* m, int i, const qspec::Layer* layer, int in_place) {
@@ -700,11 +739,15 @@ QSPEC_API int64_t qspec_cache_bytes(const Model* m) {
 
 QSPEC_API void qspec_sequence_free(Sequence* s) { delete s; }
 QSPEC_API int qspec_length(const Sequence* s) { return s->length; }
-QSPEC_API void qspec_truncate(Sequence* s, int length) { s->length = length; }
-QSPEC_API void qspec_keep(Sequence* s, const int32_t* path, int count) { s->keep(path, count); }
+QSPEC_API int qspec_truncate(Sequence* s, int length) {
+  return qspec::guarded([&] { s->truncate(length); });
+}
+QSPEC_API int qspec_keep(Sequence* s, const int32_t* path, int count) {
+  return qspec::guarded([&] { s->keep(path, count); });
+}
 
-// 0: done; 1: this process was forked from the one whose threads the pool holds; 2: out of memory; 3: no such token;
-// 4: a layer cannot be read.
+// 0: done; 1: this process was forked from the one whose threads the pool holds; 2: refused, or out of memory; 3: no such
+// token; 4: a layer cannot be read.
 QSPEC_API int qspec_forward(Model* m, const qspec::Part* parts, int count, int last, float* logits, int64_t* best,
                             float* states) {
   if (!m->pool().usable()) return 1;
@@ -719,7 +762,12 @@ QSPEC_API int qspec_forward(Model* m, const qspec::Part* parts, int count, int l
 // One matmul [rows, n] of float inputs, rounded as the matrix says: for comparison with other implementations.
 QSPEC_API int qspec_linear(Pool* pool, const char* isa, const qspec::Weight* w, const float* x, int rows, float* y) {
   const qspec::Kernels* kernels = qspec::kernels_named(isa);
-  return kernels && qspec::guarded([&] { qspec::apply(*pool, *kernels, *w, x, rows, y); });
+  return kernels && qspec::guarded([&] {
+    qspec::require(rows >= 0, "fewer rows than none");
+    qspec::require_matrix(*w, w->n, w->k);
+    qspec::require_outliers(*w);
+    qspec::apply(*pool, *kernels, *w, x, rows, y);
+  });
 }
 
 // Sum of a plain read of `count` floats by all threads: what memory gives at best, the ceiling of decoding.

@@ -31,8 +31,14 @@ class Speculator : Matmuls {
   void draft(const float* hidden, const int64_t* roots, int count, const int32_t* widths, int levels, Choose choose,
              int64_t* tokens, float* scores) {
     std::lock_guard<std::mutex> one(calls_);
+    require(count >= 0 && within(levels, 1, h_.count), "there are fewer heads");
     size_t paths = size_t(count);
-    for (int i = 0; i + 1 < levels; ++i) paths *= size_t(widths[i]);
+    for (int i = 0; i < levels; ++i) {
+      require(within(widths[i], 1, choose ? 1 : h_.drafted), "there are fewer ids");
+      if (i + 1 < levels) paths *= size_t(widths[i]);
+      require(paths <= size_t{1} << 24, "there are too many paths");
+    }
+    outside_ = false;
     before_.resize(paths * row_stride_);
     after_.resize(paths * row_stride_);
     for (int j = 0; j < count; ++j) begin(hidden + int64_t(j) * h_.hidden, before_.data() + j * row_stride_);
@@ -40,6 +46,7 @@ class Speculator : Matmuls {
     chains_.resize(count);
     for (int j = 0; j < count; ++j) chains_[j] = j;
     pool_.run([&](int thread) { walk(thread, roots, count, widths, levels, choose, tokens, scores); });
+    require(!outside_, "a chosen place lies outside of the head");
   }
 
  private:
@@ -125,10 +132,13 @@ class Speculator : Matmuls {
   }
 
   // What rows [first, first + count) of a level, whose logits are there now, go on with: a place, or -1.
-  void ask(Choose choose, int first, int count, const float* before, int64_t* places, const float* scores) const {
+  void ask(Choose choose, int first, int count, const float* before, int64_t* places, const float* scores) {
     for (int t = 0; t < count; ++t) {
       const int j = first + t;
       places[j] = choose(chains_[j], t, static_cast<int32_t>(places[j]), std::exp(scores[j] - before[j]));
+      if (places[j] < h_.drafted) continue;
+      outside_ = true;  // told when all threads have ended
+      places[j] = -1;
     }
   }
 
@@ -156,6 +166,7 @@ class Speculator : Matmuls {
   std::vector<float> root_scores_;                        // of nothing: zeros
   std::vector<int> chains_;                               // which chain each row is
   int paths_ = 0;                                         // of the newest level
+  bool outside_ = false;                                  // whether a place was chosen that is not there
   std::mutex calls_;
 };
 
@@ -165,16 +176,19 @@ class Speculator : Matmuls {
 using qspec::Pool;
 using qspec::Speculator;
 
-// Null: out of memory.
+// Null: refused, or out of memory.
 QSPEC_API Speculator* qspec_speculator(Pool* pool, const qspec::Heads* heads) {
   Speculator* made = nullptr;
-  qspec::guarded([&] { made = new Speculator(*pool, *qspec::kernels_named(nullptr), *heads); });
+  qspec::guarded([&] {
+    qspec::require_heads(*heads);
+    made = new Speculator(*pool, *qspec::kernels_named(nullptr), *heads);
+  });
   return made;
 }
 
 QSPEC_API void qspec_speculator_free(Speculator* s) { delete s; }
 
-// 0; -1: this process was forked from the one whose threads the pool holds; -2: out of memory; -3: no such token.
+// 0; -1: this process was forked from the one whose threads the pool holds; -2: refused, or out of memory; -3: no such token.
 QSPEC_API int qspec_draft(Speculator* s, const float* hidden, const int64_t* roots, int count, const int32_t* widths,
                           int levels, qspec::Choose choose, int64_t* tokens, float* scores) {
   if (!s->pool().usable()) return -1;

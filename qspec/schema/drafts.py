@@ -3,6 +3,7 @@
 What a kind does stands in `pair.drafters`.
 """
 
+import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, GetCoreSchemaHandler, model_validator
@@ -11,6 +12,8 @@ from pydantic_core import CoreSchema, core_schema
 from qspec.schema.quantization import MOST, ModelSpec, QuantSpec, Strict
 from qspec.schema.training import DistillSpec, HeadSpec, TrainingSpec
 
+MOST_PATHS = 4096
+"""Paths of a tree of which the likeliest are taken; their states are in memory together."""
 Lookup = Literal["none", "ngram", "suffix"]
 """What may draft before a draft model does: it goes first, the model drafts where it finds nothing or does worse."""
 
@@ -240,6 +243,8 @@ class MlpDraft(DraftSpec):
     def _top_k_of_every_head(self) -> Self:
         if self.top_k and len(self.top_k) != self.n_predict:
             raise ValueError(f"top_k has {len(self.top_k)} entries for {self.n_predict} heads; give one for each")
+        if self.candidates > 1 and (paths := math.prod(self.top_k)) > MOST_PATHS:
+            raise ValueError(f"top_k {list(self.top_k)} looks at {paths} paths, {MOST_PATHS} at most; give less")
         return self
 
     @model_validator(mode="after")

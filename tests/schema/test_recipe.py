@@ -70,6 +70,11 @@ def test_every_device_name_has_a_data_sheet():
         ("evaluation.tasks=[{subjects: []}]", ["evaluation.tasks[0].subjects []", "at least 1 item"]),
         ("draft={kind: ngram, max_ngram: 1" + 30 * "0" + "}", ["draft.max_ngram", "less than or equal to 64"]),
         ("draft={kind: mlp_speculator, model: m, n_predict: 100}", ["draft.n_predict 100", "equal to 64"]),
+        (
+            "draft={kind: mlp_speculator, model: m, n_predict: 4, candidates: 8, top_k: [64, 64, 64, 64]}",
+            ["16777216 paths", "give less"],
+        ),
+        ("target.quantization.ignore=['re:a{99999999999}']", ["no regular expression", "too large"]),
         ("seed=-1", ["seed -1", "greater than or equal to 0"]),
         ("seed=18446744073709551616", ["seed 18446744073709551616", "less than or equal to 4294967295"]),
         ("name=" + 101 * "a", ["name", "at most 100 characters", "shorten it"]),

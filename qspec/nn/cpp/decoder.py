@@ -14,7 +14,19 @@ import weakref
 import torch
 from torch import Tensor
 
-from qspec.nn.cpp.interface import LAPS, Layer, Matrix, Part, instruction_sets, library, matrix_of, pointer, pool_of
+from qspec.nn.cpp.interface import (
+    LAPS,
+    Layer,
+    Matrix,
+    Part,
+    failure,
+    floats,
+    instruction_sets,
+    library,
+    matrix_of,
+    pointer,
+    pool_of,
+)
 from qspec.nn.cpp.model import Source, arch_obstacle, cache_kind, quantized_obstacle, ropes_of, shape_of
 from qspec.nn.eager.linear import short_headed, widened
 from qspec.nn.lm import FORKED
@@ -23,7 +35,7 @@ from qspec.numerics.speculation.trees import Parents, check_path
 from qspec.ops.native_library import NoLibrary
 from qspec.records import ArchMap, LoadedModel, QuantizedModel
 
-_FORKED, _NO_MEMORY, _BAD_TOKEN, _UNREADABLE = 1, 2, 3, 4
+_FORKED, _FAILED, _BAD_TOKEN, _UNREADABLE = 1, 2, 3, 4
 
 
 class NativeDecoder:
@@ -90,7 +102,7 @@ class NativeDecoder:
 
     def truncate(self, length: int) -> None:
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length}"
-        self._lib.qspec_truncate(self._sequence, length)
+        self._core.check(self._lib.qspec_truncate(self._sequence, length))
         self._states.truncate(length)
         self._tree = ()
 
@@ -131,7 +143,7 @@ class NativeDecoder:
 
     def keep(self, path: Sequence[int]) -> None:
         check_path(self._tree, path)
-        self._lib.qspec_keep(self._sequence, (c_int32 * len(path))(*path), len(path))
+        self._core.check(self._lib.qspec_keep(self._sequence, (c_int32 * len(path))(*path), len(path)))
         self._states.keep(path)
         self._tree = ()
 
@@ -228,7 +240,7 @@ class Core:
         assert self.isa in instruction_sets(), f"{isa} is none of {instruction_sets()}"
         self.handle: c_void_p = c_void_p(self.lib.qspec_model(self._pool.handle, byref(shape), self.isa.encode()))
         if not self.handle:
-            raise MemoryError("no memory for a model")
+            raise failure("a model")
         weakref.finalize(self, self.lib.qspec_model_free, self.handle)
         self._load(model)
 
@@ -239,8 +251,8 @@ class Core:
         status = self.lib.qspec_forward(self.handle, given, len(parts), last, *outputs)
         if status == _FORKED:
             raise RuntimeError(FORKED)
-        if status == _NO_MEMORY:
-            raise MemoryError("no memory for a forward pass")
+        if status == _FAILED:
+            raise failure("a forward pass")
         if status == _BAD_TOKEN:
             raise IndexError("a token lies outside of the vocabulary")
         if status == _UNREADABLE:
@@ -260,8 +272,9 @@ class Core:
         self._set_ends(source, [matrix_of(p) for p in packed])
 
     def _set_ropes(self, arch: ArchMap) -> None:
-        for which, (cos_LR, sin_LR) in enumerate(ropes_of(arch, self.max_length)):
-            self.check(self.lib.qspec_set_rope(self.handle, which, cos_LR.data_ptr(), sin_LR.data_ptr()))
+        count = self.max_length * len(arch.rope_inv_freq)
+        for which, tables in enumerate(ropes_of(arch, self.max_length)):
+            self.check(self.lib.qspec_set_rope(self.handle, which, *(floats(table_LR, count) for table_LR in tables)))
 
     def _set_layer(self, i: int, source: Source, weights: list[Matrix], in_place: bool = False) -> None:
         """`weights` as `Source.layer` has them; in_place: they lie, or will, in the model's own memory."""
@@ -269,14 +282,14 @@ class Core:
         qkv, o, *rest = weights
         router = rest.pop(0) if arch.router(base) else None
         norms, scales = source.norms(base), source.cache_scales(f"{base}.self_attn")
-        window = arch.window(base)
+        window, h, d = arch.window(base), arch.hidden_size, arch.head_dim
         layer = Layer(
-            *(pointer(norm) for norm in norms),
+            *(floats(norm, size) for norm, size in zip(norms, (h, h, d, d, h, h), strict=True)),
             qkv,
             o,
             *([Matrix(), Matrix(), router] if router else [*rest, Matrix()]),
             (Matrix * len(rest))(*rest) if router else None,
-            *(pointer(scale) for scale in scales),
+            *(floats(scale, arch.n_kv_heads) for scale in scales),
             window or 0,
             1 if window is not None and arch.window_inv_freq else 0,
         )
@@ -286,12 +299,12 @@ class Core:
         """`weights` as `Source.ends` has them."""
         head, embedding = [*weights, Matrix()][:2]
         norm_K = source.norm("model.norm")
-        done = self.lib.qspec_set_ends(self.handle, byref(embedding), norm_K.data_ptr(), byref(head), in_place)
-        self.check(done)
+        norm = floats(norm_K, source.arch.hidden_size)
+        self.check(self.lib.qspec_set_ends(self.handle, byref(embedding), norm, byref(head), in_place))
 
     def check(self, done: int | None) -> None:
         if not done:
-            raise MemoryError("no memory for the weights")
+            raise failure("the weights")
 
 
 def _end_sequence(core: Core, sequence: c_void_p) -> None:

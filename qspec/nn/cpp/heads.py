@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qspec.nn.cpp.int8_map import Int8Map
-from qspec.nn.cpp.interface import CHOOSE, Heads, Matrix, Stage, library, matrix_of, pool_of
+from qspec.nn.cpp.interface import CHOOSE, Heads, Matrix, Stage, failure, floats, library, matrix_of, pool_of
 from qspec.nn.cpp.weights import LANES, Packed, pack_rows
 from qspec.nn.lm import FORKED
 from qspec.nn.mlp_speculator import NORM_EPS, MLPSpeculator, SharedEmbedding, SharedHead
@@ -38,8 +38,8 @@ class NativeHeads:
         begin_H = torch.full((shape.emb_dim,), 0.5**0.5)
         stages = (Stage * shape.n_predict)()
         for i, (norm, own) in enumerate(zip(head.ln, packed, strict=True)):
-            gain, shift = norm.get_parameter("weight"), norm.get_parameter("bias")
-            stages[i] = Stage(gain.data_ptr(), shift.data_ptr(), *map(_matrix, own))
+            gain, shift = (floats(norm.get_parameter(part).detach(), shape.inner) for part in ("weight", "bias"))
+            stages[i] = Stage(gain, shift, *map(_matrix, own))
         self._kept = head, packed, begin_H  # what the core points into
         heads = Heads(
             *(shape.n_predict, shape.emb_dim, shape.inner, known),
@@ -52,7 +52,7 @@ class NativeHeads:
         )
         self._handle = c_void_p(self._lib.qspec_speculator(self._pool.handle, byref(heads)))
         if not self._handle:
-            raise MemoryError("no memory for the heads")
+            raise failure("a speculator's heads")
         weakref.finalize(self, self._lib.qspec_speculator_free, self._handle)
 
     @staticmethod
@@ -94,7 +94,8 @@ class NativeHeads:
         counts = [len(roots) * math.prod(widths[: i + 1]) for i in range(len(widths))]
         tokens, scores = torch.empty(sum(counts), dtype=torch.int64), torch.empty(sum(counts))
         hidden, given = hidden_BH.to("cpu", torch.float32).contiguous(), (c_int32 * len(widths))(*widths)
-        behind = hidden.data_ptr(), (c_int64 * len(roots))(*roots), len(roots)
+        size = len(roots) * self._kept[0].shape.emb_dim
+        behind = floats(hidden, size), (c_int64 * len(roots))(*roots), len(roots)
         choose, out = CHOOSE(told) if told else CHOOSE(), (tokens.data_ptr(), scores.data_ptr())
         status = self._lib.qspec_draft(self._handle, *behind, given, len(widths), choose, *out)
         if status == _FORKED:
@@ -102,7 +103,7 @@ class NativeHeads:
         if status == _BAD_TOKEN:
             raise IndexError(f"a token of {list(roots)} lies outside of the vocabulary")
         if status < 0:
-            raise MemoryError("no memory for a proposal")
+            raise failure("a proposal")
         return list(zip(tokens.split(counts), scores.split(counts), strict=True))
 
 

@@ -9,6 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from qspec.errors import IntegrityError
 from qspec.nn.cpp.weights import Packed, pack_linears
 from qspec.ops import native_library
 from qspec.ops.native_library import NoLibrary
@@ -127,6 +128,25 @@ class Reading(ctypes.Structure):
     _fields_ = [("bytes", c_int64), ("seconds", c_double), ("waited", c_double), ("error", c_int32)]
 
 
+def failure(what: str) -> Exception:
+    """Why this thread's newest call of the library has failed: a rule that it broke, or memory that was not there."""
+    rule = library().qspec_refusal()
+    if rule is None:
+        return MemoryError(f"no memory for {what}")
+    return IntegrityError(what, f"cannot be run by the C++ core: {rule.decode()}", "fetch an intact copy of the model")
+
+
+def floats(x: Tensor | None, count: int) -> int | None:
+    """Address of `count` floats, of which the library knows only where they begin; whoever calls keeps `x` alive.
+
+    Raises `IntegrityError`.
+    """
+    if x is not None and (x.dtype != torch.float32 or x.numel() != count or not x.is_contiguous()):
+        value, rule = f"{list(x.shape)} of {x.dtype}", f"the C++ core reads {count} floats there"
+        raise IntegrityError(value, rule, "fetch an intact copy of the model")
+    return pointer(x)
+
+
 def matrix_of(p: Packed) -> Matrix:
     codes, *others = map(pointer, p.arrays)
     return Matrix(p.kind, p.input, p.n, p.k, p.group, p.input_scale, codes, p.codes.nbytes, *others)
@@ -185,6 +205,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "qspec_isa": (c_char_p, [c_int]),
         "qspec_pool": (c_void_p, [c_int]),
         "qspec_pool_free": (None, [c_void_p]),
+        "qspec_refusal": (c_char_p, []),
         "qspec_model": (c_void_p, [c_void_p, POINTER(Shape), c_char_p]),
         "qspec_model_free": (None, [c_void_p]),
         "qspec_set_layer": (c_int, [c_void_p, c_int, POINTER(Layer), c_int]),
@@ -197,9 +218,9 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "qspec_sequence": (c_void_p, [c_void_p]),
         "qspec_sequence_free": (None, [c_void_p]),
         "qspec_cache_bytes": (c_int64, [c_void_p]),
-        "qspec_keep": (None, [c_void_p, POINTER(c_int32), c_int]),
+        "qspec_keep": (c_int, [c_void_p, POINTER(c_int32), c_int]),
         "qspec_length": (c_int, [c_void_p]),
-        "qspec_truncate": (None, [c_void_p, c_int]),
+        "qspec_truncate": (c_int, [c_void_p, c_int]),
         "qspec_forward": (c_int, [c_void_p, POINTER(Part), c_int, c_int, c_void_p, c_void_p, c_void_p]),
         "qspec_speculator": (c_void_p, [c_void_p, POINTER(Heads)]),
         "qspec_speculator_free": (None, [c_void_p]),
@@ -234,9 +255,10 @@ class NativeLinear:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         x_TK, y_TN = x_TK.contiguous(), torch.empty(len(x_TK), self.packed.n)
-        x, y, rows = x_TK.data_ptr(), y_TN.data_ptr(), len(x_TK)
+        rows, y = len(x_TK), y_TN.data_ptr()
+        x = floats(x_TK, rows * self.packed.k)
         if not self._lib.qspec_linear(self._pool.handle, None, byref(self._matrix), x, rows, y):
-            raise MemoryError("no memory for a matmul")
+            raise failure("a matmul")
         return y_TN
 
 
@@ -245,8 +267,9 @@ def native_linear(packed: Packed, x_TK: Tensor, isa: str | None = None) -> Tenso
     lib, pool, matrix = library(), pool_of(1), matrix_of(packed)
     x_TK, y_TN = x_TK.float().contiguous(), torch.empty(len(x_TK), packed.n)
     name = None if isa is None else isa.encode()
-    done = lib.qspec_linear(pool.handle, name, byref(matrix), x_TK.data_ptr(), len(x_TK), y_TN.data_ptr())
-    assert done, f"no memory for one matmul, or no {isa}"
+    x = floats(x_TK, len(x_TK) * packed.k)
+    if not lib.qspec_linear(pool.handle, name, byref(matrix), x, len(x_TK), y_TN.data_ptr()):
+        raise failure(f"one matmul by {isa}")
     return y_TN
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from qspec.errors import IntegrityError
 from qspec.numerics.quantization.affine import QTensor
 from qspec.numerics.quantization.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8
@@ -49,6 +50,26 @@ class Packed:
     half_scale: Tensor | None = None
     zero: Tensor | None = None
     outliers: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        """Arrays are as long as the core will read: it is given their beginnings alone. Raises `IntegrityError`."""
+        lanes = -(-self.n // LANES) * LANES
+        scales = lanes * (self.k // max(1, self.group))
+        ends, inputs, values = self.outliers or (None, None, None)
+        due = [
+            (self.codes, self.codes.dtype, self.codes.numel()),
+            (self.scale, torch.float32, scales),
+            (self.half_scale, torch.float16, scales),
+            (self.zero, torch.int8, scales),
+            (self.bias, torch.float32, lanes),
+            (ends, torch.int32, lanes + 1),
+            (inputs, torch.int32, 0 if ends is None else int(ends[-1])),
+            (values, torch.float32, 0 if ends is None else int(ends[-1])),
+        ]
+        for array, dtype, count in due:
+            if array is not None and (array.dtype, array.numel(), array.is_contiguous()) != (dtype, count, True):
+                value = f"a weight {self.n} x {self.k}: {list(array.shape)} of {array.dtype}"
+                raise IntegrityError(value, f"{count} of {dtype} are due", "fetch an intact copy of the model")
 
     @property
     def arrays(self) -> tuple[Tensor | None, ...]:
