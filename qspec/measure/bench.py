@@ -13,6 +13,7 @@ from qspec.measure.arm import Arm, Request, Run
 from qspec.measure.batch import measure_batches
 from qspec.measure.prove import marginals
 from qspec.measure.stats import ArmFacts
+from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import device_of
 from qspec.nn.lm import LM
 from qspec.pair.drafters.registry import draft_lm
@@ -20,9 +21,11 @@ from qspec.progress import Progress
 from qspec.records import Tokenizer
 from qspec.schema.recipe import BenchmarkSpec, Recipe
 from qspec.schema.results import Measurement, Mismatch, Scalar, Speed
+from qspec.speculation.device import obstacle
 from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.suffix import SuffixDrafter
 from qspec.speculation.engine import generate
+from qspec.speculation.request import Prompt
 from qspec.speculation.stats import teacher_forced_betas
 from qspec.speculation.types import Generation, Sampling
 
@@ -65,6 +68,7 @@ def bench(
         "batch": 1,
         "threads": torch.get_num_threads(),
         "seed": recipe.seed,
+        **_looped(arms, requests[0], spec.max_new_tokens),
     }
     runs = list(measure(arms, requests, recipe, eos_ids, progress))
     facts = {name: arm_facts(name, arms) for name in arms}
@@ -121,8 +125,9 @@ def measure(
             domain=request.category,
         )
 
-    for name in arms:
-        run(name, requests[0], 0.0, recipe.seed, min(WARM_UP_TOKENS, spec.max_new_tokens))
+    for name, arm in arms.items():
+        for temperature in spec.temperatures if isinstance(arm.target, CudaDecoder) else (0.0,):  # each has its graphs
+            run(name, requests[0], temperature, recipe.seed, min(WARM_UP_TOKENS, spec.max_new_tokens))
     jobs = [job for job in _turns(list(arms), len(requests), spec) if job[:3] not in done]
     asked: tuple[float, int] | None = None
     for temperature, repeat, index, name in progress.track(jobs, "benchmark", len(jobs), "run"):
@@ -132,6 +137,16 @@ def measure(
         seed = recipe.seed + repeat * len(requests) + index
         generation = run(name, requests[index], temperature, seed, spec.max_new_tokens)
         yield Run(name, temperature, repeat, index, generation)
+
+
+def _looped(arms: Mapping[str, Arm], request: Request, most: int) -> dict[str, Scalar]:
+    """Which arms run in the loop on a GPU, beside those that the host steps there."""
+    names = list[str]()
+    for name, arm in arms.items():
+        asked = Prompt(request.tokens, most, torch.Generator(), arm.drafter, arm.policy)
+        if isinstance(arm.target, CudaDecoder) and obstacle(arm.target, [asked], Sampling()) is None:
+            names.append(name)
+    return {"in the loop on the GPU": ", ".join(names)} if names else {}
 
 
 def _forget(arms: Mapping[str, Arm]) -> None:

@@ -16,6 +16,7 @@ from qspec.errors import RecipeError
 from qspec.models.vocab import real_vocab
 from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.cpp.offload import OffloadedDecoder
+from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import AnyDecoder, gpu_for, open_decoder, settings_obstacle
 from qspec.nn.lm import BatchLM
 from qspec.ops.select import Kernels
@@ -38,6 +39,7 @@ from qspec.speculation.stats import SpecStats
 from qspec.speculation.types import Drafter, DraftLength, Generation, Sampling, randomness
 
 _TIMED_STEPS = 5
+_TIMED_TOKENS = 41
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,14 @@ class LoadedPair:
         lengths that learn (`confidence`, `optimal`).
         """
         _check_seed(seed)
-        sampling = self._sampling(temperature, top_k, top_p)
+        sampling, context = self._sampling(temperature, top_k, top_p), prompt_tokens(self.model.tokenizer, prompt)[0]
         with ThreadPoolExecutor(1, "qspec-text") as worker:
             stream = TextStream(self.model.tokenizer.decode, worker, on_text)
             generation = engine.generate(
                 self.target,
                 self.drafter if speculative else None,
                 self.policy,
-                prompt_tokens(self.model.tokenizer, prompt)[0],
+                context,
                 max_new_tokens,
                 sampling,
                 self.model.arch.eos_ids,
@@ -106,7 +108,7 @@ class LoadedPair:
             text = stream.finish()
         stats = None
         if any(step.drafted for step in generation.steps):
-            stats = SpecStats.from_steps(generation.steps, self._plain_step_seconds())
+            stats = SpecStats.from_steps(generation.steps, self._plain_step_seconds(context))
         return Completion(text, generation, stats)
 
     def generate_batch(
@@ -175,8 +177,14 @@ class LoadedPair:
             law.top_p if top_p is None else top_p,
         )
 
-    def _plain_step_seconds(self) -> float:
-        """Median time of one plain decoding step at the present context length."""
+    def _plain_step_seconds(self, prompt: list[int]) -> float:
+        """Median time of one plain decoding step: at the present context length, on a GPU behind the prompt.
+
+        There a plain answer runs in the loop, without the host, which one pass more from here would not show.
+        """
+        if isinstance(self.target, CudaDecoder):
+            plain = engine.generate(self.target, None, None, prompt, _TIMED_TOKENS, Sampling(), (), torch.Generator())
+            return median(step.t_verify for step in plain.steps)
         seconds = []
         for _ in range(1 if isinstance(self.target, OffloadedDecoder) else _TIMED_STEPS):
             self.target.truncate(self.target.length - 1)

@@ -6,7 +6,6 @@ nothing of each other: each has its own cache, drafter, policy and randomness. W
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from time import perf_counter
@@ -17,23 +16,14 @@ import torch
 from torch import Tensor
 
 from qspec.nn.lm import BatchLM, GreedyLM, torch_beside
+from qspec.speculation.device import on_device
 from qspec.speculation.length.policies import BatchLimited, Heuristic, Schedule
-from qspec.speculation.request import Request, check_prompt, drafts
-from qspec.speculation.types import Drafter, DraftLength, Generation, Proposal, Randomness, Sampling, Verdict
+from qspec.speculation.request import Prompt, Request, check_prompt, drafts
+from qspec.speculation.types import Generation, Proposal, Sampling, Verdict
+
+__all__ = ["Batch", "Prompt", "generate_batch"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What one request of a batch brings; fields as in `engine.generate`. No two share a drafter or a policy."""
-
-    tokens: list[int]
-    max_new_tokens: int
-    generator: Randomness
-    drafter: Drafter | None = None
-    policy: DraftLength | None = None
-    domain: str = ""
 
 
 @torch.no_grad()
@@ -55,6 +45,9 @@ def generate_batch(
     """
     for prompt in prompts:
         check_prompt(prompt.tokens, target.max_length, target.vocab_size)
+    found = on_device(target, prompts, sampling, eos_ids, schedule, on_tokens)
+    if found is not None:
+        return found
     emit = on_tokens or (lambda _, __: None)
     batch, done = Batch(schedule), dict[int, Generation]()
     asked = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.max_new_tokens > 0]

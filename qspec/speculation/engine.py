@@ -1,7 +1,7 @@
 """The speculative loop: draft, verify all drafts in one target pass, commit what stands, roll the rest back.
 
 A step costs one target pass over K + 1 rows, K drafts in a chain or a tree; of a chain it reads one result on the host.
-`batch` runs several requests so.
+`batch` runs several requests so. What `device` takes, here and there, runs on a GPU without the host.
 """
 
 from collections.abc import Callable, Collection
@@ -10,8 +10,9 @@ from time import perf_counter
 import torch
 
 from qspec.nn.lm import LM, GreedyLM, torch_beside
+from qspec.speculation.device import on_device
 from qspec.speculation.length.policies import Heuristic
-from qspec.speculation.request import Request, check_prompt, drafts, tree_lm
+from qspec.speculation.request import Prompt, Request, check_prompt, drafts, tree_lm
 from qspec.speculation.types import Drafter, DraftLength, Generation, Proposal, Randomness, Sampling, Verdict
 
 
@@ -40,8 +41,12 @@ def generate(
     check_prompt(prompt, target.max_length, target.vocab_size)
     if max_new_tokens < 1:
         return Generation([])
-    policy = policy or Heuristic()
     emit = on_tokens or (lambda _: None)
+    asked = Prompt(prompt, max_new_tokens, generator, drafter, policy, domain)
+    found = on_device(target, [asked], sampling, eos_ids, on_tokens=lambda _, tokens: emit(tokens), fork=False)
+    if found is not None:
+        return found[0]
+    policy = policy or Heuristic()
     request = Request(target, drafter, policy, prompt, len(prompt) + max_new_tokens, sampling, eos_ids, generator)
     likeliest = target if sampling.greedy and isinstance(target, GreedyLM) else None
     with torch_beside(target):

@@ -36,6 +36,18 @@ from qspec.speculation.types import (
 )
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What one request of a batch brings; fields as in `engine.generate`. No two share a drafter or a policy."""
+
+    tokens: list[int]
+    max_new_tokens: int
+    generator: Randomness
+    drafter: Drafter | None = None
+    policy: DraftLength | None = None
+    domain: str = ""
+
+
 @dataclass
 class Request:
     """`context`: prompt and committed tokens, at most `end` of them."""

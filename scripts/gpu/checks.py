@@ -22,8 +22,6 @@ from qspec.numerics.quantization.blocks import PerChannel, PerGroup
 from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8, NumFormat
 from qspec.numerics.speculation.probs import target_law
 from qspec.ops import cuda as ops, reference_cuda as twins
-from qspec.speculation.engine import generate
-from qspec.speculation.types import Sampling
 from scripts.gpu import models as gpu_models
 
 Row = dict[str, Any]
@@ -278,7 +276,7 @@ def _graphs(scheme: str) -> Callable[[torch.device], Row]:
 
 
 def _engine(device: torch.device) -> Row:
-    """Greedy tokens of the loop and of plain decoding, up to a near tie (the first two logits closer than 1e-4)."""
+    """Greedy tokens of the loop and of passes one by one, up to a near tie (the first two logits closer than 1e-4)."""
     loop, compared = _loop("BF16", device, Greedy(), torch.float32), 0
     target = _model("BF16", device, torch.float32)
     firsts = loop.state.newest_B.tolist()
@@ -287,13 +285,15 @@ def _engine(device: torch.device) -> Row:
     for slot, prompt_T in enumerate(_prompts()):
         mine = [firsts[slot], *(token for step in found[slot] for token in step)]
         decoder = CudaDecoder(Pool(target, 256, 1))
-        given = prompt_T.tolist(), len(mine), Sampling(), (), torch.Generator()
-        theirs = generate(decoder, None, None, *given).tokens
+        theirs = list[int]()
+        while len(theirs) < len(mine):
+            logits_V = decoder.forward(torch.tensor(theirs[-1:]) if theirs else prompt_T, last=1)[0]
+            theirs.append(int(logits_V.argmax()))
         at = next((i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), len(mine))
         compared += at
         if at < len(mine):
             decoder.truncate(0)
-            best = decoder.forward(torch.tensor([*given[0], *theirs[:at]]), last=1)[0].topk(2).values
+            best = decoder.forward(torch.tensor([*prompt_T.tolist(), *theirs[:at]]), last=1)[0].topk(2).values
             if float(best[0] - best[1]) > 1e-4:
                 return row("", 1.0, 0.0, differs_at=at, margin=float(best[0] - best[1]))
     return row("", 0.0, 0.0, tokens=compared)

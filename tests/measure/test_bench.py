@@ -8,18 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from qspec.bridges.hf import load_folder
 from qspec.errors import SourceError
 from qspec.measure import bench as stage
 from qspec.measure.arm import Arm, Request, Run
 from qspec.measure.stats import ArmFacts, acceptance, summarize
+from qspec.nn.cuda.decoder import CudaDecoder
+from qspec.nn.cuda.loop import CudaLoop
+from qspec.nn.cuda.passes import Captured
 from qspec.progress import Progress
 from qspec.schema.recipe import BenchmarkSpec, Recipe
 from qspec.schema.results import Measurement, Speed
 from qspec.speculation.drafters.model import ModelDrafter
+from qspec.speculation.drafters.ngram import NgramDrafter
 from qspec.speculation.drafters.suffix import SuffixDrafter
+from qspec.speculation.length.policies import Fixed
 from qspec.speculation.types import Generation, StepRecord
 from tests.arms import Letters, Parrot
 from tests.speculation.toys import Scripted
+from tests.tiny import tiny_model
 
 QUIET = Progress(quiet=True)
 BANDWIDTH = Measurement(metric="memory read", value=1e9, unit="B/s", n=1)
@@ -102,6 +109,34 @@ def test_four_arms_end_to_end(prompts: str):
     assert [p.arm for p in speed.predictions] == ["original + draft", "quantized + draft"]
     assert (speed.condition["prompts"], speed.condition["data"]) == (4, "prompts.jsonl")
     assert Speed.model_validate_json(speed.model_dump_json()) == speed
+
+
+def test_arms_on_a_gpu_run_in_its_loop(prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a benchmark that times the host's steps for the loop's, or captures, or does not say what it timed."""
+    model = load_folder(tiny_model("llama", tmp_path / "model", vocab_size=Letters.vocab_size))
+    target, captured = CudaDecoder.load(model, torch.float32, 64, device="cpu"), list[int]()
+    draft, capture = CudaDecoder.load(model, torch.float32, 64, device="cpu"), CudaLoop.capture
+
+    def watched(loop: CudaLoop, drafts: int, batch: int) -> Captured[None]:
+        captured.append(len(loop._graphs))
+        return capture(loop, drafts, batch)
+
+    monkeypatch.setattr(CudaLoop, "capture", watched)
+    arms = {
+        "plain": Arm(target),
+        "draft": Arm(target, ModelDrafter(draft), Fixed(3), new_drafter=lambda: ModelDrafter(draft.fork())),
+        "lookup": Arm(target, NgramDrafter(), Fixed(3)),
+    }
+    made = stage.measure(arms, [Request("a", [1, 40, 50])], _recipe(prompts, temperatures=[0.0, 0.7]), [2], QUIET)
+    first = next(made)
+    assert captured.count(0) == 4, "two arms at two temperatures"
+    runs = [first, *made]
+    assert captured.count(0) == 4
+    assert [run.generation.tokens for run in runs if run.temperature == 0] == [runs[0].generation.tokens] * 6
+    speed = stage.bench(arms, Letters(), _recipe(prompts, batch_sizes=[1, 2]), QUIET, eos_ids=[2], prove="plain")
+    assert speed.condition["in the loop on the GPU"] == "plain, draft"
+    assert [batch.arm for batch in speed.batches] == ["plain", "draft"]
+    assert all(seconds.equal == seconds.answers for seconds in speed.batches)
 
 
 @pytest.mark.parametrize(("gap", "near_tie"), [(1e-3, True), (1.0, False)])

@@ -136,17 +136,25 @@ def test_policies_learn_from_batch_to_batch(pairs: dict[str, LoadedPair], monkey
     assert len(made) == 2 + 3
 
 
+@pytest.mark.parametrize("policy", ["fixed", "heuristic"])
 def test_a_pair_for_a_gpu_runs_on_one(
-    pairs: dict[str, LoadedPair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, pairs: dict[str, LoadedPair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a half that stays on the CPU, forks of a cache without room, and a GPU that gives other answers."""
+    """Catches a half that stays on the CPU, forks of a cache without room, a GPU that gives other answers, and one that
+    waits for the host at every step of fixed drafts."""
     monkeypatch.setattr(stage, "gpu_for", lambda device: torch.device("cpu") if device == "h200" else None)
-    job = Recipe.model_validate(pairs["self"].recipe.model_dump() | {"device": "h200", "dtype": "float32"})
+    fields = {"device": "h200", "dtype": "float32", "speculation": {"draft_length": {"policy": policy, "k": 3}}}
+    job, passes = Recipe.model_validate(pairs["self"].recipe.model_dump() | fields), list[int]()
+    many = CudaDecoder.forward_many.__func__
+    watched = classmethod(lambda cls, sequences, *rest: passes.append(1) or many(cls, sequences, *rest))
+    monkeypatch.setattr(CudaDecoder, "forward_many", watched)
     pair = open_pair(package(pairs["self"].model, pairs["self"].draft.model, job, tmp_path / "gpu"))
     assert isinstance(pair.target, CudaDecoder)
     assert isinstance(draft_lm(pair.drafter), CudaDecoder)
     asked = ["the quick", "brown fox jumps", "over"]
     want = [pair.generate(prompt, 16, speculative=False).generation.tokens for prompt in asked]
-    drafted = pair.generate(asked[0], 16).generation
-    assert (drafted.tokens, any(step.drafted for step in drafted.steps)) == (want[0], True)
+    drafted = pair.generate(asked[0], 16)
+    assert (drafted.generation.tokens, any(step.drafted for step in drafted.generation.steps)) == (want[0], True)
+    assert drafted.stats is not None
     assert [answer.generation.tokens for answer in pair.generate_batch(asked, 16)] == want
+    assert bool(passes) == (policy == "heuristic")

@@ -1,6 +1,7 @@
 """The loop on a device, on the eager twins of its operations: the tokens of the engine, and a host that keeps out."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from qspec.bridges.hf import load_folder
 from qspec.errors import RecipeError
 from qspec.models.layers import truncate_layers
 from qspec.nn.cuda.cache import CudaCache
+from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.cuda.loop import CudaLoop, Greedy, Rule, Sampled, Synthetic
 from qspec.nn.cuda.model import load
 from qspec.nn.cuda.passes import Passes
@@ -23,10 +25,12 @@ from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schemes.build import build_plan
 from qspec.speculation.batch import Prompt, generate_batch
-from qspec.speculation.device import generate_on_device, rule_of
+from qspec.speculation.device import generate_on_device, obstacle, rule_of
 from qspec.speculation.drafters.model import ModelDrafter
-from qspec.speculation.length.policies import Fixed
-from qspec.speculation.types import Sampling
+from qspec.speculation.drafters.ngram import NgramDrafter
+from qspec.speculation.engine import generate
+from qspec.speculation.length.policies import BatchLimited, Fixed, Heuristic
+from qspec.speculation.types import DraftLength, Generation, Repeatable, Sampling
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 TOKENS = torch.randint(5, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -222,3 +226,121 @@ def test_the_double_fails_on_reads(read: Callable[[Tensor], Any]) -> None:
     x = torch.ones(())
     with pytest.raises(AssertionError, match="waits"), NoHost(), NoScalar():
         read(x)
+
+
+def on_cuda(model: LoadedModel | QuantizedModel, length: int = 128) -> CudaDecoder:
+    """An engine for CUDA, on the twins."""
+    return CudaDecoder.load(model, torch.float32, length, device="cpu")
+
+
+def drafting(draft: LoadedModel, policy: DraftLength | None, number: int = 0, lm: CudaDecoder | None = None) -> Prompt:
+    drafter = ModelDrafter(lm or on_cuda(draft))
+    return Prompt(PROMPTS[number], NEW[number], torch.Generator().manual_seed(number), drafter, policy)
+
+
+def single(target: CudaDecoder, prompt: Prompt, sampling: Sampling, **options: Any) -> Generation:
+    """`engine.generate` of one prompt."""
+    return generate(
+        target,
+        prompt.drafter,
+        prompt.policy,
+        prompt.tokens,
+        prompt.max_new_tokens,
+        sampling,
+        options.pop("eos_ids", ()),
+        prompt.generator,
+        **options,
+    )
+
+
+@pytest.fixture
+def no_steps_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass that the host would build and read."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the host built a pass")
+
+    monkeypatch.setattr(CudaDecoder, "forward_many", fail)
+
+
+@pytest.mark.usefixtures("no_steps_on_the_host")
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_engine_hands_over_what_the_loop_runs(
+    sampling: Sampling, drafts: int, target: LoadedModel, draft: LoadedModel
+) -> None:
+    """Catches a GPU that waits for the host at every step of `generate`, and other tokens than the engine's."""
+    want = engine(target, draft if drafts else None, sampling, drafts, longer=drafts)
+    decoder, lm = on_cuda(target), on_cuda(draft)
+    for i in (0, 2, 0):  # the same loop again, behind what it has left
+        prompt = drafting(draft, Fixed(drafts), i, lm)
+        prompt = prompt if drafts else replace(prompt, drafter=None)
+        heard = list[int]()
+        found = single(decoder, prompt, sampling, on_tokens=heard.extend)
+        assert found.tokens == heard == want[i][: NEW[i]]
+        assert decoder.length == len(prompt.tokens) + NEW[i] - 1
+
+
+@pytest.mark.usefixtures("no_steps_on_the_host")
+def test_a_batch_is_handed_over_whole(target: LoadedModel, draft: LoadedModel) -> None:
+    """Catches requests that share a slot, a cache that lacks some, and drafts of another number than the schedule's."""
+    decoder, lm = on_cuda(target), on_cuda(draft)
+    asked = [drafting(draft, Fixed(4), i, lm.fork()) for i in range(3)]
+    for _ in range(2):
+        found = generate_batch(decoder, asked, GREEDY, (), ((1, 1, 4), (2, 2, 1), (3, 8, 0)))
+        assert [answer.tokens for answer in found] == engine(target, None, GREEDY, 0)
+        assert {step.nodes for step in found[0].steps} == {0, 1, 4}
+
+
+def test_after_the_loop_a_target_stands_where_the_engine_leaves_it(target: LoadedModel, draft: LoadedModel) -> None:
+    """Catches positions that the host takes for others, once it goes on where the loop has stopped."""
+    decoder, prompt = on_cuda(target), drafting(draft, Fixed(3))
+    found = single(decoder, prompt, GREEDY)
+    want = Decoder.from_float(target, max_length=128).forward(torch.tensor(prompt.tokens + found.tokens), last=1)
+    torch.testing.assert_close(decoder.forward(torch.tensor(found.tokens[-1:])), want, rtol=1e-4, atol=1e-4)
+
+
+def test_sequences_beside_the_loop_keep_what_they_hold(target: LoadedModel, draft: LoadedModel) -> None:
+    """Catches rows at rest that are written into the slot of another, also by a request that an error has ended."""
+    beside, lm = on_cuda(target), on_cuda(draft)
+    decoder = beside.fork()
+    beside.forward(torch.tensor(TOKENS[:9]))
+    held = [x.clone() for x in beside.weights.passes.cache.stored(beside.slot)]
+
+    def stop(tokens: list[int]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        single(decoder, drafting(draft, Fixed(3), 2, lm), GREEDY, on_tokens=stop)
+    third = decoder.fork()
+    third.forward(torch.tensor(TOKENS[9:20]))  # the cache grows
+    single(decoder, drafting(draft, Fixed(3), 0, lm), GREEDY)
+    for x, before in zip(beside.weights.passes.cache.stored(beside.slot), held, strict=True):
+        assert torch.equal(x[:, :9], before[:, :9])
+    assert not any(x[:, 9:128].any() for x in beside.weights.passes.cache.stored(beside.slot))
+    want = Decoder.from_float(target, max_length=128).forward(torch.tensor(TOKENS[9:21]), last=1)
+    torch.testing.assert_close(third.forward(torch.tensor(TOKENS[20:21])), want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_loop_does_not_run_is_named(
+    target: LoadedModel, draft: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches requests that the loop gets wrong, ones that fall back in silence, and others than the host's tokens."""
+    decoder, lm, plain = on_cuda(target), on_cuda(draft), drafting(draft, None)
+    told = {
+        "learns from every step": [drafting(draft, Heuristic(), lm=lm)],
+        "drafts of NgramDrafter": [replace(plain, drafter=NgramDrafter(), policy=Fixed(3))],
+        "drafts of ModelDrafter": [replace(plain, drafter=ModelDrafter(Decoder.from_float(draft)), policy=Fixed(3))],
+        "draft differently": [drafting(draft, Fixed(2), 0, lm), replace(drafting(draft, None, 1), drafter=None)],
+        "64 drafts, where a pass holds 64 rows": [drafting(draft, Fixed(64), lm=lm)],
+        "end of the cache (128 positions, 3 drafts)": [replace(drafting(draft, Fixed(3), lm=lm), max_new_tokens=106)],
+    }
+    for reason, prompts in told.items():
+        assert reason in (obstacle(decoder, prompts, GREEDY) or ""), reason
+    assert obstacle(decoder, [drafting(draft, BatchLimited(Fixed(3), ((1, 8, 2),)), lm=lm)], WARM) is None
+    again = [replace(plain, drafter=None, generator=Repeatable(3))]
+    assert obstacle(decoder, again, GREEDY) is None
+    assert "a seed repeats" in (obstacle(decoder, again, WARM) or "")
+    found = single(decoder, told["learns from every step"][0], GREEDY)
+    assert found.tokens == engine(target, None, GREEDY, 0)[0]
+    assert "the host runs every step, not the loop on the GPU: a draft length that learns" in caplog.text

@@ -5,21 +5,27 @@ Short passes (decoding, verification) run for the first slots together; longer o
 On a CPU everything runs the same way on the eager twins of the operations.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Self
 import weakref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from qspec.errors import RecipeError
 from qspec.nn.cuda.cache import CudaCache
+from qspec.nn.cuda.loop import CudaLoop
 from qspec.nn.cuda.model import CudaModel, load
 from qspec.nn.cuda.offload import offloaded
 from qspec.nn.cuda.passes import NODES, Inputs, Passes, batch_bucket, head, row_bucket
 from qspec.nn.states import States
 from qspec.numerics.speculation.trees import Parents, check_path, depths
 from qspec.records import LoadedModel, QuantizedModel
+
+LOOPS = 8
+"""Loops whose graphs are kept, of one draft model: the oldest goes."""
 
 
 class Pool:
@@ -28,26 +34,43 @@ class Pool:
     def __init__(self, model: CudaModel, length: int, sequences: int) -> None:
         self.passes = Passes(model, CudaCache(model, sequences, length))
         self.free = list(range(sequences))
+        self._loops = WeakKeyDictionary[Pool, dict[Hashable, CudaLoop]]()
 
     def take(self) -> int:
         """The lowest free slot, of a cache that grows as it must: passes cover all slots below the highest in use."""
         if not self.free:
             before = self.passes.cache.sequences
+            self._loops.clear()
             self.passes.grow(2 * before)
             self.free += range(before, 2 * before)
         slot = min(self.free)
         self.free.remove(slot)
         return slot
 
+    def loop(self, draft: "Pool | None", key: Hashable, make: Callable[[Passes, Passes | None], CudaLoop]) -> CudaLoop:
+        """The loop of that key over this cache, with the weights of a draft model; made if it is not there yet.
+
+        Such weights have a cache of their own here, the same for all keys: its slots are those of this one.
+        """
+        loops = self._loops.setdefault(draft or self, {})
+        if key not in loops:
+            drafting = next((loop.draft for loop in loops.values() if loop.draft is not None), None)
+            if draft is not None and drafting is None:
+                model, length = draft.passes.model, draft.passes.cache.length
+                drafting = Passes(model, CudaCache(model, self.passes.cache.sequences, length))
+            if len(loops) == LOOPS:
+                del loops[next(iter(loops))]
+            loops[key] = make(self.passes, drafting if draft is not None else None)
+        return loops[key]
+
 
 class CudaDecoder:
     """One sequence of a model."""
 
     def __init__(self, pool: Pool) -> None:
-        self.arch, self._pool, self._slot = pool.passes.model.arch, pool, pool.take()
+        self.arch, self._pool = pool.passes.model.arch, pool
         self._length, self._states = 0, States()
         self._tree: Parents = ()  # nodes that wait behind `length`
-        weakref.finalize(self, pool.free.append, self._slot)
 
     @classmethod
     def load(
@@ -70,6 +93,13 @@ class CudaDecoder:
             packed = offloaded(packed, place, memory_limit - CudaCache.bytes_of(packed, sequences, length))
         return cls(Pool(packed, length, sequences))
 
+    @cached_property
+    def slot(self) -> int:
+        """Its place in the cache, taken when it is first needed."""
+        slot = self._pool.take()
+        weakref.finalize(self, self._pool.free.append, slot)
+        return slot
+
     @property
     def device(self) -> torch.device:
         return self._pool.passes.model.device
@@ -91,12 +121,16 @@ class CudaDecoder:
         self._states.truncate(length)
         self._length, self._tree = length, ()
 
+    def hold(self, length: int) -> None:
+        """A loop has left that many positions in its slot. Their states are not known."""
+        self._length, self._tree, self._states = length, (), States()
+
     def hidden(self, count: int = 1) -> Tensor:
         """As `HiddenLM` says, on the CPU, where speculator heads are."""
         return self._states.newest(count).cpu()
 
     @property
-    def weights(self) -> Hashable:
+    def weights(self) -> Pool:
         return self._pool
 
     def fork(self) -> Self:
@@ -117,7 +151,7 @@ class CudaDecoder:
     def keep(self, path: Sequence[int]) -> None:
         check_path(self._tree, path)
         if list(path) != list(range(len(path))):
-            self._pool.passes.cache.keep(self._slot, self._length, path)
+            self._pool.passes.cache.keep(self.slot, self._length, path)
         self._states.keep(path)
         self._length, self._tree = self._length + len(path), ()
 
@@ -130,8 +164,8 @@ class CudaDecoder:
         assert all(sequence._pool is pool for sequence in sequences), "forks of different weights"
         if any(max(len(tokens_T), len(up or ())) > NODES for _, tokens_T, up in asked):
             return [sequence._alone(tokens_T, up) for sequence, tokens_T, up in asked]
-        cache = pool.passes.cache
-        batch = batch_bucket(max(sequence._slot for sequence in sequences) + 1, cache.sequences)
+        batch, cache = max(sequence.slot for sequence in sequences) + 1, pool.passes.cache
+        batch = batch_bucket(batch, cache.sequences)
         given = Inputs.padding(batch, row_bucket(max(map(len, tokens))), cache.length)
         for sequence, tokens_T, parents_K in asked:
             sequence._place(given, tokens_T, parents_K)
@@ -139,8 +173,8 @@ class CudaDecoder:
         out = []
         for sequence, tokens_T, parents_K in asked:
             rows = slice(len(tokens_T))
-            sequence._advance(len(tokens_T), parents_K, hidden_BRH[sequence._slot, rows].clone())
-            out.append(logits_BRV[sequence._slot, rows].clone())
+            sequence._advance(len(tokens_T), parents_K, hidden_BRH[sequence.slot, rows].clone())
+            out.append(logits_BRV[sequence.slot, rows].clone())
         return out
 
     def _alone(self, tokens_T: Tensor, parents_K: Parents | None) -> Tensor:
@@ -158,12 +192,12 @@ class CudaDecoder:
         assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
         up = list(range(-1, count - 1)) if parents_K is None else list(parents_K)
         assert up[: size - count] == list(self._tree[: size - count]), "another tree than the one begun"
-        row = self._slot, slice(count)
+        row = self.slot, slice(count)
         given.tokens_BR[row] = tokens_T.cpu()
         given.positions_BR[row] = self._length + torch.tensor(depths(up)[-count:])
         given.slots_BR[row] = torch.arange(end - count, end)
         given.ancestors_BR[row] = torch.tensor(ancestors(up)[-count:])
-        given.lengths_B[self._slot] = self._length
+        given.lengths_B[self.slot] = self._length
 
     def _advance(self, count: int, parents_K: Parents | None, hidden_TH: Tensor) -> None:
         if parents_K is None:
@@ -175,7 +209,7 @@ class CudaDecoder:
 
     def _read(self, tokens_T: Tensor, last: int | None) -> Tensor:
         """A long text; of the last or of all its tokens the logits that are asked for."""
-        hidden_TH = self._pool.passes.read(self._slot, tokens_T, self._length)[-(last or len(tokens_T)) :]
+        hidden_TH = self._pool.passes.read(self.slot, tokens_T, self._length)[-(last or len(tokens_T)) :]
         self._advance(len(tokens_T), None, hidden_TH)
         return head(self._pool.passes.model, hidden_TH[None])[0][0]
 

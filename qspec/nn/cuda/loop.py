@@ -8,11 +8,11 @@ newest. The step writes K + 1 behind them; what does not stand is overwritten la
 position (a draft that stood is never fed to its own model), so its first pass of a step reads the last *two* tokens and
 writes that position anew: no case to tell apart, and nothing to remember.
 
-Sequences at rest (`left` 0) run along and change nothing.
+Sequences at rest (`left` 0) run along and change nothing: their slots may be those of others, who write them elsewhere.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -127,7 +127,7 @@ class LoopState:
 
 
 class CudaLoop:
-    """Sequences of a target and, where drafts are asked for, of a draft model, whose caches it owns whole.
+    """Sequences of a target and, where drafts are asked for, of a draft model, in slots of equal number.
 
     drafts: most of a step; steps: most between two readings; tokens: ids that are no padding of either vocabulary.
     """
@@ -179,13 +179,27 @@ class CudaLoop:
         state.lengths_B[slot], state.left_B[slot] = len(prompt_T), 0 if token in self.eos_ids else new - 1
         return token
 
+    def rest(self) -> None:
+        """Let go of all sequences, also of those that an error has left in the middle."""
+        self.state.left_B.zero_()
+
+    @torch.inference_mode()
+    def capture(self, drafts: int, batch: int) -> Captured[None]:
+        """The graph of a step of that many drafts for the first `batch` slots; captured while all sequences rest."""
+        batch = batch_bucket(batch, self.sequences)
+        if (drafts, batch) not in self._graphs:
+            left_B = self.state.left_B.clone()
+            self.rest()
+            self._graphs[drafts, batch] = Captured(lambda: self.step(drafts, batch), self._device, self._memory)
+            self.state.left_B.copy_(left_B)
+        return self._graphs[drafts, batch]
+
     @torch.inference_mode()
     def run(self, drafts: int, batch: int, steps: int) -> None:
         """Enqueue steps with `drafts` drafts for the sequences in the first `batch` slots; at most `self.steps`."""
         assert drafts <= (self.drafts if self.draft else 0), f"{drafts} drafts"
         assert steps <= self.steps, f"{steps} steps"
-        batch = batch_bucket(batch, self.sequences)
-        graph = self._graphs.get((drafts, batch)) or self._capture(drafts, batch)
+        graph = self.capture(drafts, batch)
         self.state.turn_1.zero_()
         for _ in range(steps):
             graph()
@@ -203,21 +217,12 @@ class CudaLoop:
         s, b, u = uniforms_SBU.shape
         self.state.uniforms_SBU[:s, :b, :u].copy_(uniforms_SBU)
 
-    def _capture(self, drafts: int, batch: int) -> Captured[None]:
-        """The graph of a step, captured while all sequences rest."""
-        left_B = self.state.left_B.clone()
-        self.state.left_B.zero_()
-        graph = Captured(lambda: self.step(drafts, batch), self._device, self._memory)
-        self.state.left_B.copy_(left_B)
-        self._graphs[drafts, batch] = graph
-        return graph
-
     def step(self, drafts: int, batch: int) -> None:
         """One step for all. Reads nothing on the host."""
         s, b = self.state, slice(batch)
         uniforms_BU = s.uniforms_SBU.index_select(0, s.turn_1)[0, b]
         drafts_BK, laws_BKV = self._draft(drafts, batch, uniforms_BU)
-        given = Inputs.chain(torch.cat([s.newest_B[b, None], drafts_BK], 1), s.lengths_B[b])
+        given = self._behind(self.target, torch.cat([s.newest_B[b, None], drafts_BK], 1), s.lengths_B[b])
         logits_BRV, _ = self.target.run(given)
         judged = self.rule.verify(logits_BRV, drafts_BK, laws_BKV, uniforms_BU[:, drafts : 2 * drafts + 1])
         self._commit(given.tokens_BR, *judged)
@@ -229,7 +234,7 @@ class CudaLoop:
         rows_BR, lengths_B = torch.stack([s.previous_B[b], s.newest_B[b]], 1), (s.lengths_B[b] - 1).clamp(min=0)
         for i in range(count):
             assert self.draft is not None
-            logits_BRV, _ = self.draft.run(Inputs.chain(rows_BR, lengths_B))
+            logits_BRV, _ = self.draft.run(self._behind(self.draft, rows_BR, lengths_B))
             token_B, law_BV = self.rule.draft(logits_BRV[:, -1, : self._tokens], uniforms_BU[:, i])
             lengths_B = lengths_B + rows_BR.shape[1]
             rows_BR = token_B[:, None]
@@ -237,6 +242,11 @@ class CudaLoop:
             if law_BV is not None:
                 laws.append(pad(law_BV, (0, self._vocab - law_BV.shape[1])))
         return torch.cat(tokens, 1), torch.stack(laws, 1) if laws else None
+
+    def _behind(self, half: Passes, tokens_BR: Tensor, lengths_B: Tensor) -> Inputs:
+        """The next rows of every sequence; those of one at rest go to the spare position."""
+        given, rests_B = Inputs.chain(tokens_BR, lengths_B), self.state.left_B[: len(tokens_BR)] == 0
+        return replace(given, slots_BR=given.slots_BR.masked_fill(rests_B[:, None], half.cache.length))
 
     def _commit(self, rows_BR: Tensor, stood_B: Tensor, next_B: Tensor) -> None:
         """Keep what stands, up to a stop token or the end; the newest token is the last of it."""

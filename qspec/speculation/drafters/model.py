@@ -39,6 +39,11 @@ class ModelDrafter:
     def lm(self) -> LM:
         return self._lm
 
+    @property
+    def tokens(self) -> int:
+        """Ids that may be drafted: those below."""
+        return self._tokens
+
     def group(self) -> Hashable:
         return self._group
 

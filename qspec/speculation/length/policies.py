@@ -136,25 +136,33 @@ class BatchLimited:
     """
 
     def __init__(self, policy: DraftLength, schedule: Schedule, batch: Callable[[], int] = lambda: 1) -> None:
-        self._policy, self._schedule, self._batch = policy, schedule, batch
+        self.policy, self.schedule, self._batch = policy, schedule, batch
 
     def next(self) -> int:
-        limit = limit_at(self._schedule, self._batch())
-        return 0 if limit == 0 else min(self._policy.next(), limit)
+        limit = limit_at(self.schedule, self._batch())
+        return 0 if limit == 0 else min(self.policy.next(), limit)
 
     def judge(self) -> More | None:
-        return self._policy.judge()
+        return self.policy.judge()
 
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
-        self._policy.update(drafted, accepted, t_draft, t_verify)
+        self.policy.update(drafted, accepted, t_draft, t_verify)
 
     def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
-        self._policy.reset(domain, prompt, ahead)
+        self.policy.reset(domain, prompt, ahead)
 
 
 def limit_at(schedule: Schedule, batch: int) -> int:
     """Most draft tokens at a batch size: of the last range that begins at or below it."""
     return [k for lo, _, k in schedule if lo <= batch][-1]
+
+
+def constant(policy: DraftLength | None) -> int | None:
+    """The draft length of one request that a policy always gives; None for one that learns."""
+    if isinstance(policy, BatchLimited):
+        k = constant(policy.policy)
+        return None if k is None else min(k, limit_at(policy.schedule, 1))
+    return policy.next() if isinstance(policy, Fixed) else None
 
 
 def build(policy: str, k: int, max_k: int, threshold: float = 0.4, by_batch: Schedule = ()) -> DraftLength:
