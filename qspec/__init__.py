@@ -30,12 +30,15 @@ def read_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> "Recipe":
     return Recipe.read(path, overrides)
 
 
-def run(recipe: "Recipe | str | Path", out: str | Path, resume: bool = False) -> Path:
-    """Run the main job of a recipe in the folder `out`; returns the pair's folder. Raises `qspec.errors.QspecError`."""
+def run(recipe: "Recipe | str | Path", out: str | Path, resume: bool = False, long: bool = False) -> Path:
+    """Run the main job of a recipe in the folder `out`; returns the pair's folder. Raises `qspec.errors.QspecError`.
+
+    long: whether it may start although its estimate is above `budget.minutes`, a day by default.
+    """
     from qspec import pipeline
     from qspec.schema.recipe import Recipe
 
-    return pipeline.run(recipe if isinstance(recipe, Recipe) else Recipe.read(recipe), out, resume)
+    return pipeline.run(recipe if isinstance(recipe, Recipe) else Recipe.read(recipe), out, resume, long=long)
 
 
 def load_pair(folder: str | Path, memory_limit: str | int | None = None, direct_io: bool = False) -> "LoadedPair":

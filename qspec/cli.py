@@ -67,6 +67,10 @@ Overrides = Annotated[
     ),
 ]
 
+WholeTasks = Annotated[
+    bool, typer.Option("--whole-tasks", help="Ask every question of every task, however many that are.")
+]
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 done, 2 refused (one line on stderr), 3 a gate missed, 130 interrupted."""
@@ -155,14 +159,21 @@ def run(
     recipe: RecipeFile,
     out: Annotated[Path | None, _output(help="Output folder; default runs/<recipe name>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in the same folder.")] = False,
+    whole_tasks: WholeTasks = False,
+    long: Annotated[
+        bool, typer.Option("--long", help="Start although the estimate is above budget.minutes, a day by default.")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Do a whole recipe: quantize, package, prove, measure."""
+    """Do a whole recipe: quantize, package, prove, measure.
+
+    Tasks without a limit ask what fits evaluation.task_minutes, an hour by default; qspec plan shows it and the time.
+    """
     from qspec import pipeline
     from qspec.schema.recipe import Recipe
 
     job = Recipe.read(recipe, tuple(overrides or ()))
-    pair = pipeline.run(job, out or Path("runs") / job.name, resume)
+    pair = pipeline.run(job.whole() if whole_tasks else job, out or Path("runs") / job.name, resume, long=long)
     print(f'{pair}: ready; try: qspec generate {pair} "Hello"')
 
 
@@ -377,6 +388,7 @@ def evaluate(
     keep: Annotated[
         bool, typer.Option("--keep", help="Also put it into the pair, in place of the same measurements there.")
     ] = False,
+    whole_tasks: WholeTasks = False,
     overrides: Overrides = None,
 ) -> None:
     """Measure the accuracy of a finished pair anew, by its own engine, transformers, vLLM, or running servers.
@@ -389,7 +401,8 @@ def evaluate(
 
     urls = {"original": original, "quantized": quantized}
     told = [f"evaluation.api.{arm}={url}" for arm, url in urls.items() if url is not None]
-    results = evaluate_pair(pair, out, (*told, *(overrides or ())), backend, python, more=context.args, keep=keep)
+    set_to = (*told, *(overrides or ()))
+    results = evaluate_pair(pair, out, set_to, backend, python, more=context.args, whole=whole_tasks, keep=keep)
     for task in results.accuracy.tasks:
         print(f"{task.task} ({task.backend}): {task.verdict}")
     print(f"{out}/report.html: written")

@@ -21,6 +21,8 @@ from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package, refuse_guessed, seal, tidy
 from qspec.planning.planned import PlannedPair, plan_half
 from qspec.planning.preview import admit
+from qspec.planning.preview_text import duration
+from qspec.planning.remarks import time_findings
 from qspec.progress import Progress, setup_log
 from qspec.provenance import (
     atomic_write,
@@ -38,9 +40,10 @@ from qspec.report.page import report
 from qspec.schema.drafts import DraftSpec, MlpDraft, ModelDraft
 from qspec.schema.manifest import Manifest
 from qspec.schema.quantization import ModelSpec
-from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
+from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe, TaskSpec
 from qspec.schema.results import Accuracy, Record, Results, Speed
 from qspec.schemes.build import validate_plan
+from qspec.schemes.device_rules import raise_refused
 from qspec.train.head import train_head
 from qspec.train.model import distill
 from qspec.train.processes import barrier, processes
@@ -53,14 +56,19 @@ TRAINERS: dict[type[DraftSpec], Callable[..., Path]] = {MlpDraft: train_head, Mo
 __all__ = ["check", "open_pair", "run"]
 
 
-def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progress | None = None) -> Path:
+def run(
+    recipe: Recipe, out: str | Path, resume: bool = False, progress: Progress | None = None, long: bool = False
+) -> Path:
     """Make, prove and measure the pair of `recipe` in `out`; returns `out/pair`, with the report in `out/report`.
 
     Raises `QspecError` for whatever cannot be done, before compute where that can be known. `resume` continues a run
-    of the same recipe after its last finished stage; without it a folder that holds a run is refused.
+    of the same recipe after its last finished stage; without it a folder that holds a run is refused. `long`: whether
+    it may take longer than `budget.minutes`, as a run may that has begun.
     """
-    out, progress = Path(out), progress or Progress()
-    planned = admit(recipe)
+    out, progress, long = Path(out), progress or Progress(), long or resume
+    planned = admit(_as_begun(recipe, out) if resume else recipe)
+    recipe = planned.recipe
+    _require_time(planned, long)
     if _is_complete(recipe, out, resume):
         with sole_writer(out):
             _clean(out)
@@ -68,7 +76,11 @@ def run(recipe: Recipe, out: str | Path, resume: bool = False, progress: Progres
         return out / "pair"
     _require_room(planned, out)
     originals = load_originals(recipe, progress)
-    rehearse(recipe, originals.target, planned.calibrates)
+    asked = rehearse(recipe, originals.target, planned.calibrates)
+    _require_time(planned, long, asked)
+    progress.say(
+        f"about {duration(sum(step.seconds for step in planned.steps(asked)))} by estimate; qspec plan has its stages"
+    )
     with sole_writer(out):
         if not _is_complete(recipe, out, resume):  # another run may have taken it while models were loaded
             atomic_write(out / "recipe.yaml", recipe.dump())
@@ -90,7 +102,7 @@ def _make(recipe: Recipe, originals: Originals, out: Path, progress: Progress) -
     arms = Arms(recipe, originals, open_pair(pair))
     accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: measure_accuracy(arms, out / "work", progress))
     speed = None
-    if recipe.device == "cpu" or isinstance(arms.pair.target, CudaDecoder):
+    if recipe.benchmark and (recipe.device == "cpu" or isinstance(arms.pair.target, CudaDecoder)):
         speed = _kept(out / "work/speed.json", Speed, lambda: _bench(arms, progress))
     engine = engine_name(arms.pair.target)
     results = results_of(arms.pair.manifest, recipe, accuracy, speed, engine=engine)
@@ -227,6 +239,25 @@ def _is_complete(recipe: Recipe, out: Path, resume: bool) -> bool:
     if sealed:
         check(out / "pair")
     return sealed
+
+
+def _as_begun(recipe: Recipe, out: Path) -> Recipe:
+    """The recipe with the numbers of questions that the run in `out` began with: they follow from its machine."""
+    if not (out / "recipe.yaml").exists():
+        return recipe
+    begun, spec = Recipe.read(out / "recipe.yaml").evaluation, recipe.evaluation
+    if [task.name for task in begun.tasks] != [task.name for task in spec.tasks]:
+        return recipe
+    tasks = (
+        task if task.limit is not None else task.model_copy(update={"limit": old.limit, "subjects": old.subjects})
+        for task, old in zip(spec.tasks, begun.tasks, strict=True)
+    )
+    return recipe.model_copy(update={"evaluation": spec.model_copy(update={"tasks": tuple(tasks)})})
+
+
+def _require_time(planned: PlannedPair, long: bool, asked: Mapping[TaskSpec, int] | None = None) -> None:
+    if not long:
+        raise_refused(time_findings(planned, asked))
 
 
 def _require_room(planned: PlannedPair, out: Path) -> None:

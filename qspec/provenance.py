@@ -70,7 +70,7 @@ def environment() -> dict[str, str]:
     cpu, flags = _cpu()
     facts = {"python": platform.python_version(), "platform": platform.platform()}
     facts |= {package: _version(package) for package in PACKAGES}
-    facts |= {"cpu": cpu, "instruction_sets": " ".join(flags), "cores": str(_usable_cores())}
+    facts |= {"cpu": cpu, "instruction_sets": " ".join(flags), "cores": str(usable_cores())}
     facts["threads"] = str(torch.get_num_threads())
     if torch.cuda.is_available():
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
@@ -263,7 +263,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

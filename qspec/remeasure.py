@@ -24,6 +24,8 @@ from qspec.pair.drafters.registry import kind_of
 from qspec.pair.open import LoadedPair, compute_dtype, open_pair
 from qspec.pair.package import seal
 from qspec.pipeline import measure_speed, results_of
+from qspec.planning.duration import settled
+from qspec.planning.planned import plain_cost
 from qspec.progress import Progress
 from qspec.provenance import require_writable, sole_writer, staged_dir
 from qspec.records import LoadedModel, QuantizedModel
@@ -69,13 +71,15 @@ def evaluate_pair(
     progress: Progress | None = None,
     more: Sequence[str] = (),
     keep: bool = False,
+    whole: bool = False,
 ) -> Results:
     """Run the evaluation of a pair's recipe under `overrides`; results and report go to `out`.
 
     backend: who answers all tasks, in place of what each names. python: interpreter of vLLM's environment; more:
-    arguments of its servers, which come last. keep: whether it takes the place of the same measurements in the pair's
-    own report and manifest; the others stay. Raises `RecipeError` for overrides of anything but the evaluation, and,
-    to be kept, for answers of what may be another model.
+    arguments of its servers, which come last. whole: every question of the tasks, however long that takes. keep:
+    whether it takes the place of the same measurements in the pair's own report and manifest; the others stay. Raises
+    `RecipeError` for overrides of anything but the evaluation, and, to be kept, for answers of what may be another
+    model.
     """
     pair, out, progress = Path(pair), Path(out), progress or Progress()
     made = recipe_of(read_manifest(pair))
@@ -88,6 +92,7 @@ def evaluate_pair(
     require_new(out)
     with sole_writer(pair) if keep else nullcontext(), staged_dir(out) as part:
         target, manifest, work = examine(pair)[1]["target"], read_manifest(pair), part / "work"
+        recipe = recipe.whole() if whole else settled(recipe, plain_cost(recipe, target.arch))
         job = Job(recipe, pair, target, work, python or Path(sys.executable), progress, more)
         served = Accuracy(tasks=(*_by_running(job), *_by_vllm(job)))
         accuracy = served.measured_on(provenance(manifest, recipe, draft=False)).updated(_own(job))
@@ -140,13 +145,14 @@ def _own(job: Job) -> Accuracy:
     """Fidelity, needles and the tasks that are answered in this process."""
     spec = job.recipe.evaluation
     tasks = tuple(
-        task.model_copy(update={"backends": own})
+        task.model_copy(update={"backends": here})
         for task in spec.tasks
-        if (own := tuple(backend for backend in task.backends if backend not in SERVED))
+        if (here := tuple(backend for backend in task.backends if backend not in SERVED))
     )
-    if not (spec.fidelity or spec.needle or tasks):
+    own = {"evaluation": spec.model_copy(update={"tasks": tasks}), "benchmark": None}
+    recipe = job.recipe.model_copy(update=own)
+    if recipe.evaluation.off:
         return Accuracy()
-    recipe = job.recipe.model_copy(update={"evaluation": spec.model_copy(update={"tasks": tasks})})
     job.progress.stage("load")
     target = load_original(recipe.target, read_manifest(job.pair).target)
     rehearse(recipe, target, calibrates=False)
@@ -173,6 +179,7 @@ def bench_pair(
     pair, out, progress = Path(pair), Path(out), progress or Progress()
     sections = ("benchmark",) if keep else ("benchmark", "speculation")
     recipe = asked(recipe_of(read_manifest(pair)), overrides, *sections)
+    recipe = recipe.model_copy(update={"benchmark": recipe.timing})
     require_new(out)
     with sole_writer(pair) if keep else nullcontext(), staged_dir(out) as part:
         check(pair)
@@ -257,7 +264,7 @@ def write_results(new: Results, folder: Path, pair: Path | None, progress: Progr
 def prove_pair(folder: Path) -> list[str]:
     """What was found, a sentence each. Raises `PairError` if drafts change the output."""
     pair = open_pair(folder)
-    quick = BenchmarkSpec(prompts=pair.recipe.benchmark.prompts, max_new_tokens=48, repeats=1)
+    quick = BenchmarkSpec(prompts=pair.recipe.timing.prompts, max_new_tokens=48, repeats=1)
     recipe = pair.recipe.model_copy(update={"benchmark": quick})
     arms = {"pair, plain": Arm(pair.target), "pair": Arm(pair.target, pair.drafter, pair.policy)}
     tokenizer, eos_ids = pair.model.tokenizer, pair.model.arch.eos_ids

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 import qspec
-from qspec import pipeline, provenance
+from qspec import cli, pipeline, provenance
 from qspec.bridges import compressed
 from qspec.errors import OutputError, PairError, QspecError, RecipeError, SourceError
+from qspec.measure import arms
 from qspec.nn.eager.decoder import Decoder
 from qspec.pair import open as open_pair
 from qspec.progress import Progress
 from qspec.provenance import sole_writer
 from qspec.schema.quantization import ModelSpec
-from qspec.schema.recipe import Recipe
-from qspec.schema.results import Results
+from qspec.schema.recipe import EvaluationSpec, Recipe, TaskSpec
+from qspec.schema.results import Accuracy, Results
 from qspec.tune.search import tune
 from tests.jobs import INT4, INT8, NGRAM_DRAFT, SELF_DRAFT, job
 from tests.served import IDS, logits, transformers_model
@@ -74,6 +75,52 @@ def test_a_pair_for_a_gpu_is_measured_on_one(model: Path, tmp_path: Path, monkey
     assert results.environment["engine"].startswith("CUDA engine")
     assert results.speed is not None
     assert all(e.equal == e.n == 2 for e in results.speed.equality)
+
+
+def test_sections_that_are_null_measure_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a stage that runs although it is switched off, or whose absence reads like a result."""
+    told = {"evaluation": None, "benchmark": None}
+    fields = job(tmp_path, model).as_dict() | told
+    recipe = Recipe.of(fields, (), "recipe.yaml")
+    monkeypatch.setattr(pipeline, "bench", lambda *_, **__: pytest.fail("timed"))
+    monkeypatch.setattr(arms, "evaluate", lambda *_, **__: pytest.fail("evaluated"))
+    folder = pipeline.run(recipe, tmp_path / "out", progress=QUIET)
+    results = Results.read(tmp_path / "out" / "report" / "results.json")
+    assert (results.speed, results.accuracy) == (None, Accuracy())
+    page = (tmp_path / "out" / "report" / "report.md").read_text("utf-8")
+    assert "Speed was not measured." in page
+    assert "Accuracy was not measured." in page
+    assert cli.main(["report", str(folder), "--fail-if", "speedup<1"]) == 2
+    assert "was not measured" in capsys.readouterr().err
+    assert Recipe.read(tmp_path / "out" / "recipe.yaml") == recipe
+    assert pipeline.run(recipe, tmp_path / "out", resume=True, progress=QUIET) == folder
+
+
+def test_a_job_of_days_waits_for_a_word(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches compute that starts on an estimate above the budget, and a run that has begun and is refused for it."""
+    recipe = job(tmp_path, model, budget={"minutes": 1e-9}, benchmark=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "load_originals", lambda *_: pytest.fail("loaded"))
+        with pytest.raises(RecipeError, match=r"budget\.minutes 1e-09: .* are estimated, .* qspec run --long"):
+            pipeline.run(recipe, tmp_path / "out", progress=QUIET)
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "package", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(recipe, tmp_path / "out", progress=QUIET, long=True)
+    assert pipeline.run(recipe, tmp_path / "out", resume=True, progress=QUIET).exists()
+
+
+def test_a_run_resumed_elsewhere_asks_what_it_began_with(model: Path, tmp_path: Path) -> None:
+    """Catches a run that cannot go on because this machine has more cores and would ask more questions."""
+    recipe = job(tmp_path, model, evaluation={"fidelity": None})
+    (tmp_path / "out").mkdir()
+    begun = recipe.model_copy(update={"evaluation": EvaluationSpec(fidelity=None, tasks=(TaskSpec(limit=3),))})
+    (tmp_path / "out" / "recipe.yaml").write_text(begun.dump(), encoding="utf-8")
+    assert pipeline._as_begun(recipe, tmp_path / "out") == begun
+    own = recipe.model_copy(update={"evaluation": EvaluationSpec(fidelity=None, tasks=(TaskSpec(limit=9),))})
+    assert pipeline._as_begun(own, tmp_path / "out") == own
 
 
 def test_fast_kernels_generate_what_their_twins_do(model: Path, tmp_path: Path) -> None:

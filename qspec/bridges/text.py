@@ -95,7 +95,8 @@ def data_names(recipe: Recipe, calibrates: bool = True) -> list[str]:
     names += [fidelity.data, *fidelity.domains] if fidelity else []
     names += [needle.data] if needle else []
     names += [task.name for task in recipe.evaluation.tasks if task.name in read_datasets()]
-    return list(dict.fromkeys([*names, recipe.benchmark.prompts]))
+    names += [recipe.benchmark.prompts] if recipe.benchmark else []
+    return list(dict.fromkeys(names))
 
 
 def local_files(name: str) -> dict[str, Path]:

@@ -142,6 +142,8 @@ def provenance_of(pair: LoadedPair, *, draft: bool) -> Provenance:
 
 def measure_accuracy(arms: Arms, work: Path, progress: Progress) -> Accuracy:
     """The recipe's evaluation in this process; the folder `work` is for what transformers reads."""
+    if arms.recipe.evaluation.off:
+        return Accuracy()
     progress.stage("evaluate")
     recipe, target = arms.recipe, arms.originals.target
     folders: dict[str, Path | None] = {"original": None, "quantized": arms.pair.folder / "target"}

@@ -30,7 +30,7 @@ def measure_batches(
     progress: Progress,
 ) -> tuple[BatchSpeed, ...]:
     """Arms that make drafters, each beside the plain arm of its target, at every batch size above 1 of the recipe."""
-    spec = recipe.benchmark
+    spec = recipe.timing
     pairs = [(name, facts[name].plain) for name, arm in arms.items() if arm.new_drafter is not None]
     jobs = [
         (batch, temperature, name, plain)
@@ -68,7 +68,7 @@ def _run(
     eos_ids: Collection[int],
 ) -> list[Generation]:
     assert isinstance(arm.target, BatchLM)
-    law, most = recipe.speculation, recipe.benchmark.max_new_tokens
+    law, most = recipe.speculation, recipe.timing.max_new_tokens
     prompts = [
         Prompt(
             request.tokens,

@@ -54,7 +54,7 @@ def bench(
     temperature 0 token for token.
     prove: the plain arm for which the first arm that drafts samples text, to be held against the target's law.
     """
-    spec = recipe.benchmark
+    spec = recipe.timing
     room = min(arm.target.max_length for arm in arms.values()) - spec.max_new_tokens
     requests, templated = load_requests(spec, tokenizer, room)
     condition: dict[str, Scalar] = {
@@ -108,7 +108,7 @@ def measure(
 
     done: (temperature, repeat, prompt) that are left out: they were measured earlier.
     """
-    spec = recipe.benchmark
+    spec = recipe.timing
 
     def run(name: str, request: Request, temperature: float, seed: int, most: int) -> Generation:
         arm, generator = arms[name], torch.Generator().manual_seed(seed)

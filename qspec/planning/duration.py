@@ -1,14 +1,16 @@
 """How long a job takes, roughly: the operations and bytes of each stage over a CPU's rates, where the engine runs.
 
 What is no matmul costs seconds per weight. These constants were measured once, on SmolLM2-135M and one core: they
-order stages and tell minutes from hours.
+order stages and tell minutes from hours. Tasks that name no number of questions get one that fits a stated time.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
+from qspec.nn.engines import gpu_for
 from qspec.numerics.quantization.clipping import SHRINK
 from qspec.numerics.roofline import PassCost
+from qspec.provenance import usable_cores
 from qspec.quantization.calibrate import KEEP_ROWS
 from qspec.quantization.sensitivity import TOKENS
 from qspec.schema.devices import read_device
@@ -25,10 +27,66 @@ FEEDBACK_RUNS, FEEDBACK_PASSES = 2, 3.2
 """The one that is judged and the final one; passes over the text, second moments included."""
 UNITS = 4
 """Decisions per decoder layer: q/k/v, o, gate/up, down."""
-SUBJECTS, TASK_ROWS, QUESTION_TOKENS, ANSWER_TOKENS = len(MMLU_PRO_SUBJECTS), 12_032, 250, 300
-"""MMLU-Pro: subjects and rows; assumed tokens of a question (or example) and of an answer."""
+CORES = 2
+"""Of the machine that the rates of `eval/devices.yaml` are for; others are taken to be faster in proportion."""
+GPU_SHARE = 0.5
+"""Of a data sheet's rates that a GPU is taken to reach (assumed)."""
 PROMPT_TOKENS, CATEGORIES, PER_CATEGORY = 300, 6, 80
 """Spec-Bench: assumed tokens of a prompt; its categories and their prompts, where the recipe names no number."""
+
+
+@dataclass(frozen=True)
+class TaskSize:
+    """A task's parts (subjects) and rows; assumed tokens of a question, and of an answer (0: choices are scored)."""
+
+    parts: int
+    rows: int
+    question: int = 250
+    answer: int = 300
+
+
+TASKS = {
+    "mmlu_pro": TaskSize(len(MMLU_PRO_SUBJECTS), 12_032),
+    "leaderboard_mmlu_pro": TaskSize(1, 12_032, 300, 0),
+    "gsm8k": TaskSize(1, 1_319, 150, 200),
+    "humaneval": TaskSize(1, 164, 150, 250),
+    "wikitext": TaskSize(1, 60, 5_000, 0),
+    "hellaswag": TaskSize(1, 10_042, 250, 0),
+    "mmlu": TaskSize(57, 14_042, 120, 0),
+    "arc_challenge": TaskSize(1, 1_172, 80, 0),
+    "winogrande": TaskSize(1, 1_267, 50, 0),
+}
+UNKNOWN = TaskSize(1, 10_000)
+"""Any other task, until its rows are read."""
+
+
+def size_of(task: TaskSpec) -> TaskSize:
+    """Of the subjects that are asked."""
+    whole = TASKS.get(task.name, UNKNOWN)
+    parts = whole.parts if task.subjects is None else len(task.subjects)
+    return replace(whole, parts=parts, rows=whole.rows * parts // whole.parts)
+
+
+def questions(task: TaskSpec) -> int:
+    """How many are asked of each arm, as far as the task is known."""
+    size = size_of(task)
+    return size.rows if task.limit is None else min(size.rows, task.limit * size.parts)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """operations, bandwidth: per second, of operations and bytes."""
+
+    operations: float
+    bandwidth: float
+
+    def read(self, cost: PassCost, tokens: float) -> float:
+        """Seconds of passes over so many tokens, many at a time."""
+        return tokens * cost.ops / self.operations
+
+    def write(self, cost: PassCost, tokens: float) -> float:
+        """Seconds of decoding so many tokens, one at a time."""
+        return tokens * (max(cost.ops / self.operations, cost.weight_bytes / self.bandwidth) + TOKEN_OVERHEAD)
 
 
 @dataclass(frozen=True)
@@ -59,36 +117,109 @@ class HalfCost:
     kv_candidates: int = 0
 
 
-def steps(recipe: Recipe, halves: list[HalfCost]) -> list[Step]:
-    """Estimate by stage; `halves` are the target and, if it has weights to quantize, the draft."""
-    rate, bandwidth = speeds()
+def steps(recipe: Recipe, halves: list[HalfCost], asked: Mapping[TaskSpec, int] | None = None) -> list[Step]:
+    """Estimate by stage; `halves` are the target and, if it has weights to quantize, the draft.
+
+    asked: questions of tasks, where they were counted.
+    """
+    maker, tester, cost = maker_here(), tester_here(recipe), halves[0].cost
     moved = sum(half.stored for half in halves)
-    found = [Step("load", "read the weights", moved / DISK), *_quantization(recipe, halves, rate)]
-    if recipe.evaluation.fidelity is not None:
-        fidelity = recipe.evaluation.fidelity
+    found = [Step("load", "read the weights", moved / DISK), *_quantization(recipe, halves, maker.operations)]
+    if (fidelity := recipe.evaluation.fidelity) is not None:
         tokens = (1 + len(fidelity.domains)) * fidelity.windows * fidelity.length
-        ops = halves[0].cost.ops + sum(half.cost.ops for half in halves)
-        found.append(Step("fidelity", f"{tokens:,} held-out tokens", tokens * ops / rate))
+        seconds = sum(tester.read(half, tokens) for half in (cost, *(half.cost for half in halves)))
+        found.append(Step("fidelity", f"{tokens:,} held-out tokens", seconds))
     if (needle := recipe.evaluation.needle) is not None:
         tokens = sum(needle.lengths) * len(needle.depths) * needle.repeats
         arms = 2 + (recipe.target.quantization.kv is not None)
-        found.append(Step("needle", f"{tokens:,} tokens, {arms} arms", arms * tokens * halves[0].cost.ops / rate))
-    found += [_task_step(task, halves[0].cost, rate, bandwidth) for task in recipe.evaluation.tasks]
-    return [*found, _bench_step(recipe, halves[0].cost, rate, bandwidth)] if recipe.device == "cpu" else found
+        found.append(Step("needle", f"{tokens:,} tokens, {arms} arms", arms * tester.read(cost, tokens)))
+    for task in recipe.evaluation.tasks:
+        time = TaskTime(task, cost, tester)
+        count = (asked or {}).get(task, questions(task))
+        of_all = questions(task.model_copy(update={"limit": None}))
+        told = f"{count:,} questions" if count == of_all else f"{count:,} of {of_all:,} questions"
+        found.append(Step(task.name, f"{told}, both arms", time.seconds(count)))
+    timed = recipe.device == "cpu" or gpu_for(recipe.device) is not None
+    return [*found, *_bench_step(recipe, cost, tester)] if timed else found
 
 
-def speeds() -> tuple[float, float]:
-    """Operations/s and bytes/s that the estimate uses."""
-    sheet = read_device("cpu")
-    return (sheet.estimate_tflops or 1) * 1e12, (sheet.estimate_tb_s or 1) * 1e12
+def settled(recipe: Recipe, cost: PassCost) -> Recipe:
+    """The recipe with a `limit` for each task that names none and does not fit its part of `evaluation.task_minutes`.
+
+    cost: of a pass of the original target. Tasks that only servers elsewhere answer are left as they are.
+    """
+    spec, tester = recipe.evaluation, tester_here(recipe)
+    open_to = [task for task in spec.tasks if task.limit is None and {*task.backends} != {"api"}]
+    if spec.task_minutes is None or not open_to:
+        return recipe
+    share = 60 * spec.task_minutes / len(open_to)
+    tasks = (TaskTime(task, cost, tester).fitted(share) if task in open_to else task for task in spec.tasks)
+    return recipe.model_copy(update={"evaluation": spec.model_copy(update={"tasks": tuple(tasks)})})
+
+
+@dataclass(frozen=True)
+class TaskTime:
+    """How long a task takes on a machine. cost: of a pass of the model that is asked."""
+
+    task: TaskSpec
+    cost: PassCost
+    machine: Machine
+
+    def seconds(self, questions: int) -> float:
+        """Of both arms, through the engines of this process."""
+        own = {*self.task.backends} & {"qspec", "hf"}
+        return 2 * len(own) * (size_of(self.task).parts * self._examples + questions * self._question)
+
+    def fitted(self, seconds: float) -> TaskSpec:
+        """The task with as many questions of each subject as fit, or one each of as many subjects as do, at least one.
+
+        A server that is started here is taken to be as fast.
+        """
+        size, room = size_of(self.task), seconds / (2 * len({*self.task.backends} - {"api"}))
+        if room >= size.parts * self._examples + size.rows * self._question:
+            return self.task
+        limit = int((room / size.parts - self._examples) / self._question)
+        subjects = self.task.subjects or (MMLU_PRO_SUBJECTS if self.task.name == "mmlu_pro" else None)
+        if limit < 1 and subjects is not None:
+            most = max(1, int(room / (self._examples + self._question)))
+            return self.task.model_copy(update={"limit": 1, "subjects": subjects[:most]})
+        return self.task.model_copy(update={"limit": max(1, limit)})
+
+    @property
+    def _examples(self) -> float:
+        """Seconds of a part's worked examples, which its questions share."""
+        return self.machine.read(self.cost, self.task.num_fewshot * size_of(self.task).question)
+
+    @property
+    def _question(self) -> float:
+        size = size_of(self.task)
+        answer = min(self.task.max_gen_toks or size.answer, size.answer)
+        return self.machine.read(self.cost, size.question) + self.machine.write(self.cost, answer)
+
+
+def maker_here() -> Machine:
+    """This machine's CPU, which makes pairs for every device, as the estimate takes it to be."""
+    sheet, scale = read_device("cpu"), usable_cores() / CORES * 1e12
+    return Machine((sheet.estimate_tflops or 1) * scale, (sheet.estimate_tb_s or 1) * scale)
+
+
+def tester_here(recipe: Recipe) -> Machine:
+    """What measures a pair: this machine's GPU for a pair that is for one, else its CPU."""
+    sheet = read_device(recipe.device)
+    if gpu_for(recipe.device) is None or not (sheet.bf16_tflops and sheet.bandwidth_tb_s):
+        return maker_here()
+    return Machine(GPU_SHARE * sheet.bf16_tflops * 1e12, GPU_SHARE * sheet.bandwidth_tb_s * 1e12)
 
 
 def basis(recipe: Recipe) -> str:
     """One sentence on where the seconds come from."""
-    rate, bandwidth = speeds()
-    rates = f"{rate / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.0f} GB/s (two server cores)"
+    here, cores = maker_here(), usable_cores()
+    rates = f"{here.operations / 1e9:,.0f} GFLOP/s and {here.bandwidth / 1e9:,.0f} GB/s on {cores} cores"
     text = f"an estimate: assumed {rates}, not measured here"
-    return text if recipe.device == "cpu" else f"{text}; models are made on the CPU whatever the device"
+    if recipe.device == "cpu":
+        return text
+    where = "on the GPU" if gpu_for(recipe.device) is not None else "there too, this machine has no GPU"
+    return f"{text}; pairs are made on the CPU whatever the device, and measured {where}"
 
 
 def _quantization(recipe: Recipe, halves: list[HalfCost], rate: float) -> Iterator[Step]:
@@ -150,23 +281,13 @@ def _kv_choice(half: HalfCost, tokens: int, rate: float) -> float:
     return (tokens + (2 + half.kv_candidates * half.layers / 2) * sample) * half.cost.ops / rate
 
 
-def _task_step(task: TaskSpec, cost: PassCost, rate: float, bandwidth: float) -> Step:
-    subjects = SUBJECTS if task.subjects is None else len(task.subjects)
-    rows = TASK_ROWS * subjects // SUBJECTS if task.limit is None else task.limit * subjects
-    prompt, answer = QUESTION_TOKENS * (task.num_fewshot + 1), min(task.max_gen_toks or ANSWER_TOKENS, ANSWER_TOKENS)
-    seconds = rows * (prompt * cost.ops / rate + answer * _token_seconds(cost, rate, bandwidth))
-    return Step(task.name, f"{rows:,} questions, both arms", 2 * len({*task.backends} & {"qspec", "hf"}) * seconds)
-
-
-def _bench_step(recipe: Recipe, cost: PassCost, rate: float, bandwidth: float) -> Step:
+def _bench_step(recipe: Recipe, cost: PassCost, tester: Machine) -> Iterator[Step]:
     bench = recipe.benchmark
+    if bench is None:
+        return
     prompts = (bench.per_category or PER_CATEGORY) * (CATEGORIES if bench.categories is None else len(bench.categories))
     arms = 4 + recipe.draft.beside_lookup  # prompt lookup joins the others
     batched = sum(max(size, prompts // size * size) for size in bench.batch_sizes if size > 1)
     runs = (arms * prompts + 2 * batched) * bench.repeats * len(bench.temperatures)
-    token = bench.max_new_tokens * _token_seconds(cost, rate, bandwidth)
-    return Step("benchmark", f"{runs:,} generations", runs * (PROMPT_TOKENS * cost.ops / rate + token))
-
-
-def _token_seconds(cost: PassCost, rate: float, bandwidth: float) -> float:
-    return max(cost.ops / rate, cost.weight_bytes / bandwidth) + TOKEN_OVERHEAD
+    each = tester.read(cost, PROMPT_TOKENS) + tester.write(cost, bench.max_new_tokens)
+    yield Step("benchmark", f"{runs:,} generations", runs * each)

@@ -10,10 +10,10 @@ from qspec.bridges.text import SUFFIXES, data_names, where_from
 from qspec.errors import SourceError
 from qspec.models.load import resolve_model
 from qspec.models.vocab import require_limit
-from qspec.numerics.roofline import prefill_seconds
+from qspec.numerics.roofline import PassCost, prefill_seconds
 from qspec.pair.drafters.registry import kind_of
 from qspec.plan import LayerScheme, QuantPlan
-from qspec.planning.duration import HalfCost, Step, steps
+from qspec.planning.duration import HalfCost, Step, settled, steps
 from qspec.planning.forecast import CONTEXT, Duo, rates
 from qspec.quantization.allocate import assumed_plan
 from qspec.quantization.rotate import prepared_arch
@@ -22,7 +22,7 @@ from qspec.records import ArchMap
 from qspec.schema.datasets import dataset
 from qspec.schema.devices import DeviceSheet, read_device
 from qspec.schema.quantization import QuantSpec
-from qspec.schema.recipe import Recipe
+from qspec.schema.recipe import Recipe, TaskSpec
 from qspec.schemes.build import build_plan, needs_statistics, resolve_plan
 from qspec.schemes.footprint import Footprint, footprint, kv_window_bytes
 
@@ -82,10 +82,12 @@ class PlannedHalf:
 class PlannedPair:
     """A recipe resolved against shapes. `draft` None: n-gram or MLP speculator (then `head` has its bytes).
 
-    own_rows: rows of the draft's head before it gets the target's.
+    recipe: with a limit for every task that has to have one; given: as it was written. own_rows: rows of the draft's
+    head before it gets the target's.
     """
 
     recipe: Recipe
+    given: Recipe
     sheet: DeviceSheet
     dtype: str
     target: PlannedHalf
@@ -163,10 +165,9 @@ class PlannedPair:
         body = replace(cost, ops=cost.ops - 2 * arch.vocab_size * arch.hidden_size)
         return None if at is None else prefill_seconds(body, at, self.max_length)
 
-    @property
-    def steps(self) -> list[Step]:
-        """Stages of the job with their estimated seconds."""
-        return steps(self.recipe, [half.cost for half in self.halves])
+    def steps(self, asked: Mapping[TaskSpec, int] | None = None) -> list[Step]:
+        """Stages of the job with their estimated seconds; `asked`: questions by task, where they were counted."""
+        return steps(self.recipe, [half.cost for half in self.halves], asked)
 
 
 def resolve(recipe: Recipe) -> PlannedPair:
@@ -184,7 +185,7 @@ def resolve(recipe: Recipe) -> PlannedPair:
         draft = plan_half(shape.model, shape.arch, shape.quantization, width, own, recipe.draft.head_rows)
     own_rows = arch.vocab_size if shape is None else shape.own_rows
     head = kind.footprint(arch, width)
-    pair = PlannedPair(recipe, sheet, dtype, target, draft, head, own_rows)
+    pair = PlannedPair(settled(recipe, target.plain.cost), recipe, sheet, dtype, target, draft, head, own_rows)
     _own_files(pair)
     return pair
 
@@ -194,6 +195,12 @@ def computed_with(recipe: Recipe, sheet: DeviceSheet) -> str:
     if recipe.dtype != "auto":
         return recipe.dtype
     return "float32" if sheet.capability is None else "bfloat16"
+
+
+def plain_cost(recipe: Recipe, arch: ArchMap) -> PassCost:
+    """A pass of a model of that shape with nothing quantized, as the recipe's device computes it."""
+    width: int = getattr(torch, computed_with(recipe, read_device(recipe.device))).itemsize
+    return footprint(arch, dict.fromkeys(arch.linears()), None, width).cost
 
 
 def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: int, head_rows: int = 0) -> PlannedHalf:

@@ -14,7 +14,7 @@ from qspec.planning import tune_space
 from qspec.planning.duration import basis
 from qspec.planning.forecast import ALPHAS, CONTEXT, gain
 from qspec.planning.planned import PlannedHalf, PlannedPair, resolve
-from qspec.planning.remarks import remarks
+from qspec.planning.remarks import remarks, time_findings
 from qspec.quantization.units import candidate_schemes
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe
@@ -24,7 +24,7 @@ from qspec.schemes.footprint import Footprint
 
 
 def admit(recipe: Recipe) -> PlannedPair:
-    """The resolved pair, if the job may start; raises the first refusal otherwise. Called before any compute."""
+    """The resolved pair, if it can be made; raises the first refusal otherwise. Called before any compute."""
     pair = resolve(recipe)
     raise_refused(remarks(pair))
     return pair
@@ -47,9 +47,9 @@ def preview(recipe: Recipe) -> dict[str, Any]:
             "vllm": vllm_command(recipe, float32=pair.target.stored == torch.float32.itemsize),
             "transformers": transformers_snippet(recipe, pair.sheet.capability),
         },
-        "findings": [asdict(finding) for finding in remarks(pair)],
+        "findings": [asdict(finding) for finding in (*remarks(pair), *time_findings(pair))],
         "tune": None if recipe.tune is None else tune_space.as_data(tune_space.space_of(recipe)),
-        "recipe": recipe.as_dict(),
+        "recipe": pair.recipe.as_dict(),
     }
 
 
@@ -197,7 +197,7 @@ def _quantization_gain(pair: PlannedPair) -> float:
 
 
 def _time(pair: PlannedPair) -> dict[str, Any]:
-    found = pair.steps
+    found = pair.steps()
     return {
         "basis": basis(pair.recipe),
         "stages": [asdict(step) for step in found],

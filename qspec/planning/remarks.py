@@ -1,12 +1,15 @@
 """What a person should know about a planned pair before it is made: refusals, warnings, notes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from qspec.bridges.text import data_names, where_from
 from qspec.pair.drafters.registry import kind_of
+from qspec.planning.duration import questions
 from qspec.planning.forecast import ALPHAS, gain
 from qspec.planning.idle import idle_findings
 from qspec.planning.planned import MOST_PADDING, PlannedHalf, PlannedPair
+from qspec.planning.preview_text import duration
+from qspec.schema.recipe import TaskSpec
 from qspec.schemes.device_rules import (
     Finding,
     device_findings,
@@ -105,12 +108,24 @@ def _kv_pays(pair: PlannedPair) -> Iterator[Finding]:
     yield Finding("note", f"KV {pair.target.plan.kv.label}", rule, fix)
 
 
+def time_findings(pair: PlannedPair, asked: Mapping[TaskSpec, int] | None = None) -> Iterator[Finding]:
+    """Whether `run` takes longer than it may, and which tasks are not asked whole. `asked`: as of `steps`."""
+    for given, task in zip(pair.given.evaluation.tasks, pair.recipe.evaluation.tasks, strict=True):
+        if task != given:
+            value = f"evaluation.task_minutes {pair.recipe.evaluation.task_minutes:g}"
+            rule = f"leaves time for {questions(task):,} of the {questions(given):,} questions of {task.name}"
+            yield Finding("note", value, rule, "raise it, set the task's limit, or ask all: --whole-tasks")
+    found, most = pair.steps(asked), pair.recipe.budget.minutes
+    total = sum(step.seconds for step in found)
+    if most is not None and total > 60 * most:
+        longest = max(found, key=lambda step: step.seconds)
+        rule = f"{duration(total)} are estimated, {duration(longest.seconds)} of them for {longest.stage}"
+        fix = "shorten that, raise the budget, or start all the same: qspec run --long"
+        yield Finding("refused", f"budget.minutes {most:g}", rule, fix)
+
+
 def _budget_findings(pair: PlannedPair) -> Iterator[Finding]:
-    minutes, budget = sum(step.seconds for step in pair.steps) / 60, pair.recipe.budget
-    if budget.minutes is not None and minutes > budget.minutes:
-        fix = "raise it, or lower evaluation.tasks, benchmark or calibration"
-        yield Finding("refused", f"budget.minutes {budget.minutes:g}", f"the estimate is {minutes:.0f}", fix)
-    floor = pair.prompt_floor
+    budget, floor = pair.recipe.budget, pair.prompt_floor
     if budget.ttft_s is None or floor is None:
         return
     value = f"a prompt of {pair.max_length:,} tokens"

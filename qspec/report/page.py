@@ -91,7 +91,8 @@ def _unmeasured(results: Results) -> list[str]:
     speed, device = results.speed, results.recipe.get("device", "cpu")
     lines = [] if results.accuracy.parts() else ["Accuracy was not measured."]
     if speed is None:
-        where = "" if device == "cpu" else f": the pair is for {device}, measure it there"
+        elsewhere = device != "cpu" and results.recipe.get("benchmark", {}) is not None
+        where = f": the pair is for {device}, measure it there" * elsewhere
         lines.append(f"Speed was not measured{where}.")
     elif speed.arms and all(arm.arm != "original" for arm in speed.arms):
         lines.append("The original was not run: nothing here is a speedup over it.")

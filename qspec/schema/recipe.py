@@ -151,7 +151,9 @@ Backend = Literal["qspec", "hf", "vllm", "api"]
 
 
 class TaskSpec(Strict):
-    """An lm-eval task. `limit` rows per subject, `max_gen_toks` tokens per answer (None: the harness's own).
+    """An lm-eval task. `limit` rows per subject (None: what fits `evaluation.task_minutes`, all where that is None).
+
+    `max_gen_toks`: tokens per answer (None: the harness's own).
 
     `run_code`: allows tasks that run what the model writes.
     """
@@ -205,12 +207,22 @@ class ApiSpec(Strict):
 
 
 class EvaluationSpec(Strict):
-    """What is checked about accuracy; None switches a part off. `api`: who answers tasks of that backend."""
+    """What is checked about accuracy; None switches a part off. `api`: who answers tasks of that backend.
+
+    `task_minutes`: tasks without a `limit` ask as many questions of each subject as are estimated to fit into it,
+    together, and at least one; None: all questions.
+    """
 
     fidelity: FidelitySpec | None = FidelitySpec()
     needle: NeedleSpec | None = None
     tasks: tuple[TaskSpec, ...] = (TaskSpec(),)
+    task_minutes: float | None = Field(default=60, gt=0)
     api: ApiSpec | None = None
+
+    @property
+    def off(self) -> bool:
+        """Whether nothing is measured."""
+        return not (self.fidelity or self.needle or self.tasks)
 
 
 class BenchmarkSpec(Strict):
@@ -239,14 +251,24 @@ class BudgetSpec(Strict):
     """Limits that `plan` checks before compute (memory, minutes) and the report after it (the rest)."""
 
     memory_gb: float | None = Field(default=None, gt=0)
-    minutes: float | None = Field(default=None, gt=0)
+    minutes: float | None = Field(default=24 * 60, gt=0)
     max_kl: float | None = Field(default=None, gt=0, description="nats per token against the original")
     min_recovery: float | None = Field(default=None, gt=0, le=1.5, description="task score / original's")
     ttft_s: float | None = Field(default=None, gt=0)
 
 
+_OFF: dict[str, dict[str, Any]] = {
+    "evaluation": {"fidelity": None, "tasks": []},
+    "fusion": {"share_scales": False},
+    "budget": {"minutes": None},
+    "target.quantization": {"scheme": "none"},
+    "draft.quantization": {"scheme": "none"},
+}
+"""What `null` means where it switches something off that is never absent; `benchmark` and `tune` may be."""
+
+
 class Recipe(Strict):
-    """One complete job: quantize, pair, package, prove, measure."""
+    """One complete job: quantize, pair, package, prove, measure. `evaluation`, `benchmark`: None measures nothing."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=100)
     description: str = ""
@@ -259,7 +281,7 @@ class Recipe(Strict):
     fusion: FusionSpec = FusionSpec()
     speculation: SpeculationSpec = SpeculationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
-    benchmark: BenchmarkSpec = BenchmarkSpec()
+    benchmark: BenchmarkSpec | None = BenchmarkSpec()
     budget: BudgetSpec = BudgetSpec()
     tune: TuneSpec[Draft] | None = None
 
@@ -273,6 +295,17 @@ class Recipe(Strict):
     def asks_transformers(self) -> bool:
         """Whether a task is answered through transformers, which then has to load the target."""
         return any("hf" in task.backends for task in self.evaluation.tasks)
+
+    @property
+    def timing(self) -> BenchmarkSpec:
+        """The benchmark; of a recipe whose `run` measures no speed the default one, for whoever measures it later."""
+        return self.benchmark or BenchmarkSpec()
+
+    def whole(self) -> "Recipe":
+        """The recipe with every question of its tasks."""
+        tasks = tuple(task.model_copy(update={"limit": None}) for task in self.evaluation.tasks)
+        spec = self.evaluation.model_copy(update={"tasks": tasks, "task_minutes": None})
+        return self.model_copy(update={"evaluation": spec})
 
     @model_validator(mode="after")
     def _held_out(self) -> "Recipe":
@@ -323,9 +356,17 @@ class Recipe(Strict):
 
     @classmethod
     def of(cls, data: dict[str, Any], overrides: tuple[str, ...], where: str) -> "Recipe":
-        """Plain data with `overrides` put into it."""
+        """Plain data with `overrides` put into it. `null` switches a section off."""
         for override in overrides:
             set_value(data, override)
+        for path, off in _OFF.items():
+            parent, _, name = path.rpartition(".")
+            holder = data.get(parent) if parent else data
+            if isinstance(holder, dict) and name in holder and holder[name] is None:
+                holder[name] = dict(off)
+        for name in ("calibration", "speculation"):
+            if data.get(name, {}) is None:
+                raise RecipeError(f"{where}: {name} null", "is no stage that can be switched off", "omit the section")
         return validate(cls, data, where)
 
     def dump(self) -> str:

@@ -56,7 +56,7 @@ def confirm(
     key = json.dumps(facts, sort_keys=True)
     kept = _read_runs(path, key)
     done = {(r.temperature, r.repeat, r.prompt) for r in kept}
-    spec = recipe.benchmark.model_copy(update={"temperatures": (recipe.speculation.temperature,)})
+    spec = recipe.timing.model_copy(update={"temperatures": (recipe.speculation.temperature,)})
     runs = measure(arms, requests, recipe.model_copy(update={"benchmark": spec}), eos_ids, progress, done)
     with path.open("a", encoding="utf-8") as file:
         for _, group in groupby(runs, lambda r: (r.temperature, r.repeat, r.prompt)):

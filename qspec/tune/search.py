@@ -116,7 +116,7 @@ class Study:
     @cached_property
     def _requests(self) -> tuple[list[Request], list[Request]]:
         """Of every category the first prompts are for acceptance, the others confirm."""
-        spec, mine = self.recipe.benchmark, self.spec.per_category
+        spec, mine = self.recipe.timing, self.spec.per_category
         whole = spec.model_copy(update={"per_category": spec.per_category and mine + spec.per_category})
         room = self.halves.max_length - max(spec.max_new_tokens, self.spec.tokens)
         found, _ = load_requests(whole, self._originals.target.tokenizer, room)

@@ -78,7 +78,6 @@ def test_a_mixture_reads_the_experts_of_a_token(tmp_path: Path):
         (["speculation.max_length=65536"], "set speculation.max_length:"),
         (["budget.memory_gb=40"], "above the 40.0 GB"),
         (["speculation.max_length=1000000"], "knows 131,072 positions"),
-        (["budget.minutes=5"], "budget.minutes 5"),
     ],
 )
 def test_limits_refuse_before_compute(overrides: list[str], part: str):

@@ -23,8 +23,11 @@ DEFAULT_GEN_TOKS = 256
 """Answer length of generative tasks that state none, as in the harness's own models."""
 
 
-def require(task: TaskSpec, context: int) -> None:
-    """Load a task's definition and rows, so that one that cannot run in `context` tokens is refused before compute."""
+def require(task: TaskSpec, context: int) -> int:
+    """Load a task's definition and rows, so that one that cannot run in `context` tokens is refused before compute.
+
+    Returns how many questions it asks.
+    """
     with find_tasks(task) as (names, manager):
         try:
             found = list(manager.load(names)["tasks"].values())
@@ -38,6 +41,8 @@ def require(task: TaskSpec, context: int) -> None:
     for item in found:
         if item.OUTPUT_TYPE == "generate_until":
             require_room(task.max_gen_toks or stated_length(item.config.generation_kwargs), context)
+    rows = [len(item.eval_docs) for item in found]
+    return sum(rows) if task.limit is None else sum(min(task.limit, count) for count in rows)
 
 
 def stated_length(options: Mapping[str, Any] | None) -> int:
