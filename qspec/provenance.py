@@ -152,9 +152,6 @@ def staged_dir(final: str | Path) -> Iterator[Path]:
     with _output_errors(final):
         final.parent.mkdir(parents=True, exist_ok=True)
         restore(final)
-        for leftover in (part, previous):
-            if leftover.exists():
-                shutil.rmtree(leftover)
         part.mkdir()
     try:
         with _output_errors(final, only=(errno.ENOSPC, errno.EDQUOT)):
@@ -167,11 +164,13 @@ def staged_dir(final: str | Path) -> Iterator[Path]:
 
 
 def restore(final: Path) -> None:
-    """Put back the folder that `staged_dir` had set aside for a new one when its process was killed, if it did."""
-    previous = final.with_name(f".{final.name}.previous")
+    """Take away what a killed `staged_dir` left beside `final`, and put back the old folder if there is no new one."""
+    part, previous = (final.with_name(f".{final.name}.{suffix}") for suffix in _LEFTOVERS)
     if previous.exists() and not final.exists():
-        with suppress(FileNotFoundError):  # another process of the same job was first
-            previous.rename(final)
+        previous.rename(final)
+    for leftover in (part, previous):
+        if leftover.exists():
+            shutil.rmtree(leftover)
 
 
 def is_leftover(path: Path) -> bool:

@@ -1,9 +1,10 @@
 """A process that is killed at any moment leaves a pair that is whole, or none; the same command again ends well.
 
-A few moments of each command; `QSPEC_LONG=1` takes all of them (an hour).
+A moment or two of each command; `QSPEC_LONG=1` takes all of them, more beginnings, and an hour.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+import json
 import os
 from pathlib import Path
 import shutil
@@ -15,10 +16,10 @@ from qspec.pair.check import check, read_manifest
 from qspec.pair.package import package, tidy
 from qspec.schema.manifest import NAME
 from qspec.schema.results import Results
-from tests.jobs import NGRAM_DRAFT, SELF_DRAFT, job
-from tests.killed import Killer
+from tests.jobs import NGRAM_DRAFT, SELF_DRAFT, job, training_data
+from tests.killed import Ended, Killer
 from tests.pairs import halves, measured_of, put, recipe
-from tests.tiny import tiny_model
+from tests.tiny import TEXT, tiny_model
 
 LONG = os.environ.get("QSPEC_LONG") == "1"
 KILLED = -9
@@ -34,114 +35,119 @@ def killer() -> Iterator[Killer]:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pair that was measured."""
     folder = tmp_path_factory.mktemp("made")
-    made = package(*halves(folder / "source"), recipe(), folder)
-    put(measured_of(made, recipe()), made, folder / "report")
+    quantization = recipe().target.quantization.model_dump(mode="json")
+    asked = recipe(target={"model": str(folder / "source"), "quantization": quantization})
+    made = package(*halves(folder / "source"), asked, folder)
+    put(measured_of(made, asked), made, folder / "report")
     return made
 
 
-def moments(steps: list[str], *critical: str) -> list[int]:
-    """Steps to die at: all of them, or the first of each that are critical."""
-    if LONG:
-        return list(range(len(steps)))
-    return [next(i for i, step in enumerate(steps) if part in step) for part in critical]
+def moments(whole: Callable[[], Ended], critical: Sequence[str]) -> Sequence[int | str]:
+    """Steps to die at: all of the `whole` command, or those that are critical."""
+    if not LONG:
+        return critical
+    ended = whole()
+    assert ended.status == 0, ended.output
+    return range(len(ended.steps))
 
 
-def names(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
-
-
-def digests(pair: Path) -> set[str]:
-    """Of everything that is not measured."""
-    return {entry.sha256 for entry in read_manifest(pair).files if not entry.path.startswith("report/")}
-
-
-@pytest.mark.parametrize("draft", [NGRAM_DRAFT, *([SELF_DRAFT] if LONG else [])])
-def test_a_run_can_be_resumed_wherever_it_was_killed(draft: dict[str, object], killer: Killer, tmp_path: Path) -> None:
-    """Would catch a pair that neither `check` nor `run --resume` takes again, and `work/` that stays for ever."""
-    model = tiny_model("llama", tmp_path / "model")
-    (tmp_path / "recipe.yaml").write_text(job(tmp_path, model, draft).dump(), encoding="utf-8")
-    whole = tmp_path / "whole"
-    steps = killer.run("run", tmp_path / "recipe.yaml", "--out", whole, below=whole).steps
-    at = ("opened /.recipe.yaml", "os.rename /.pair.partial", "rename /pair/report/.pair.json", "remove /work/target/")
-    for moment in moments(steps, *at):
-        out = tmp_path / f"{moment}"
-        told = ("run", tmp_path / "recipe.yaml", "--out", out, "--resume")
-        assert killer.run(*told, below=out, die_at=moment).status == KILLED
-        if (out / "pair").exists():
-            check(out / "pair")
-        ended = killer.run(*told, below=out)
-        assert ended.status == 0, (steps[moment], ended.output)
-        check(out / "pair")
-        assert digests(out / "pair") == digests(whole / "pair"), steps[moment]
-        assert names(out) == names(whole), steps[moment]
-        shutil.rmtree(out)
-
-
-def test_a_pair_stays_whole_while_it_gets_new_measurements(killer: Killer, pair: Path, tmp_path: Path) -> None:
-    """Would catch an intact pair that `bench --keep` breaks for good, and reports that pile up in it."""
-
-    def bench(copy: Path, die_at: int | None = None) -> tuple[int, list[str]]:
-        told = ("bench", copy, "--no-original", "--keep", "--out", copy.parent / "out")
-        ended = killer.run(*told, below=copy.parent, die_at=die_at)
-        return ended.status, ended.steps
-
-    whole = Path(shutil.copytree(pair, tmp_path / "whole/pair"))
-    status, steps = bench(whole)
-    assert status == 0
-    versions = {read_manifest(one).report for one in (pair, whole)}
-    assert len(versions) == 2
-    at = ("opened /pair/report/", "os.rename /pair/report/.", "opened /pair/report/.pair.json", "/.pair.json.partial")
-    for moment in moments(steps, *at, "os.rename /.out.partial"):
-        copy = Path(shutil.copytree(pair, tmp_path / f"{moment}/pair"))
-        assert bench(copy, moment) == (KILLED, steps[:moment])
-        check(copy)
-        assert read_manifest(copy).report in versions
-        assert bench(copy)[0] == 0, steps[moment]
-        check(copy)
-        assert read_manifest(copy).report == read_manifest(whole).report
-        tidy(copy)
-        assert {name for name in names(copy) if (copy / name).is_file()} == listed(copy), steps[moment]
-        assert sorted(path.name for path in copy.parent.iterdir()) == ["out", "pair"]
-        shutil.rmtree(copy.parent)
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def listed(pair: Path) -> set[str]:
     return {NAME, *(entry.path for entry in read_manifest(pair).files)}
 
 
-@pytest.mark.parametrize("there", ["nothing", "another pair", "half of another pair"])
+@pytest.mark.parametrize("draft", [NGRAM_DRAFT, *([SELF_DRAFT] if LONG else [])])
+def test_a_run_can_be_resumed_wherever_it_was_killed(draft: dict[str, object], killer: Killer, tmp_path: Path) -> None:
+    """Would catch a pair that neither `check` nor `run --resume` takes again, and `work/` that stays for ever."""
+    model, yaml = tiny_model("llama", tmp_path / "model"), tmp_path / "recipe.yaml"
+    yaml.write_text(job(tmp_path, model, draft).dump(), encoding="utf-8")
+    names = {"recipe.yaml", "run.log", "report", "pair"}
+
+    def run(out: Path, die_at: int | str | None = None) -> Ended:
+        return killer.run("run", yaml, "--out", out, "--resume", below=out, die_at=die_at)
+
+    critical = ("opened /.recipe.yaml", "rename /pair/report/.pair.json", "remove /work/target/")
+    for moment in moments(lambda: run(tmp_path / "whole"), critical):
+        out = tmp_path / "out"
+        dead = run(out, moment)
+        assert dead.status == KILLED, moment
+        if (out / "pair").exists():
+            check(out / "pair")
+        ended = run(out)
+        assert ended.status == 0, (moment, dead.steps[-2:], ended.output)
+        check(out / "pair")
+        assert {path.name for path in out.iterdir()} == names, (moment, dead.steps[-2:])
+        assert files(out / "pair") == listed(out / "pair"), (moment, dead.steps[-2:])
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("verb", ["bench", *(["evaluate"] if LONG else [])])
+def test_a_pair_stays_whole_while_it_gets_new_measurements(
+    verb: str, killer: Killer, pair: Path, tmp_path: Path
+) -> None:
+    """Would catch an intact pair that `bench --keep` breaks for good, and reports that pile up in it."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join([TEXT] * 12), encoding="utf-8")
+    fidelity = json.dumps({"data": str(text), "windows": 2, "length": 32})
+    own = {"bench": ["--no-original"], "evaluate": ["--set", f"evaluation.fidelity={fidelity}"]}
+    more = [*own[verb], *(["--set", "evaluation.tasks=[]"] if verb == "evaluate" else [])]
+    before = read_manifest(pair).report
+
+    def keep(copy: Path, die_at: int | str | None = None) -> Ended:
+        copy = copy if copy.exists() else Path(shutil.copytree(pair, copy))
+        told = (verb, copy, "--keep", "--out", copy.parent / "out", *more)
+        return killer.run(*told, below=copy.parent, die_at=die_at)
+
+    critical = ("opened /pair/report/.pair.json", "rename /.out.partial")
+    for moment in moments(lambda: keep(tmp_path / "whole/pair"), critical):
+        copy = tmp_path / "copy/pair"
+        dead = keep(copy, moment)
+        assert dead.status == KILLED, moment
+        check(copy)
+        was = read_manifest(copy).report
+        ended = keep(copy)
+        assert ended.status == 0, (moment, dead.steps[-2:], ended.output)
+        check(copy)
+        now = read_manifest(copy).report
+        assert now != before, (moment, dead.steps[-2:])
+        assert was in (before, now), (moment, dead.steps[-2:])
+        tidy(copy)
+        assert files(copy) == listed(copy), (moment, dead.steps[-2:])
+        assert sorted(path.name for path in copy.parent.iterdir()) == ["out", "pair"]
+        shutil.rmtree(copy.parent)
+
+
+@pytest.mark.parametrize("there", ["another pair", *(["nothing", "half of another pair"] if LONG else [])])
 def test_a_published_pair_is_the_old_one_none_or_the_new_one(
     there: str, killer: Killer, pair: Path, tmp_path: Path
 ) -> None:
     """Would catch half a manifest that others fetch, an upload that never goes on, and files of a pair that is gone."""
     other = Path(shutil.copytree(pair, tmp_path / "other"))
-    result = Results.read(other / (read_manifest(other).report or "") / "results.json")
-    put(result.model_copy(update={"limits": ("measured again",)}), other, tmp_path / "report")
+    results = Results.read(other / (read_manifest(other).report or "") / "results.json")
+    put(results.model_copy(update={"limits": ("measured again",)}), other, tmp_path / "report")
 
-    def prepared(to: Path) -> Path:
-        if there != "nothing":
-            steps = killer.run("publish", other, "--to", to, below=to).steps
-        if there == "half of another pair":
-            shutil.rmtree(to)
-            last = next(i for i, step in enumerate(steps) if step == f"os.remove /{MARKER}") - 1
-            assert killer.run("publish", other, "--to", to, below=to, die_at=last).status == KILLED
-        return to
+    def publish(to: Path, die_at: int | str | None = None) -> Ended:
+        if not to.exists() and there != "nothing":
+            half = f"remove /{MARKER}" if there == "half of another pair" else None
+            assert killer.run("publish", other, "--to", to, below=to, die_at=half).status in (0, KILLED)
+            if half:
+                (to / NAME).unlink()
+        return killer.run("publish", pair, "--to", to, "--replace", below=to, die_at=die_at)
 
-    def publish(to: Path, die_at: int | None = None) -> int:
-        return killer.run("publish", pair, "--to", to, "--replace", below=to, die_at=die_at).status
-
-    whole = prepared(tmp_path / "whole")
-    steps = killer.run("publish", pair, "--to", whole, "--replace", below=whole).steps
-    at = (f"opened /{PART}", f"rename /{PART}", "opened /draft/config.json", f"remove /{MARKER}")
-    for moment in moments(steps, *at):
-        to = prepared(tmp_path / f"{moment}")
-        assert publish(to, moment) == KILLED
+    for moment in moments(lambda: publish(tmp_path / "whole"), (f"rename /{PART}", f"remove /{MARKER}")):
+        to = tmp_path / "there"
+        dead = publish(to, moment)
+        assert dead.status == KILLED, moment
         if (to / NAME).exists():
             check(to)
-        assert publish(to) == 0, steps[moment]
+        ended = publish(to)
+        assert ended.status == 0, (moment, dead.steps[-2:], ended.output)
         check(to)
         assert (to / NAME).read_bytes() == (pair / NAME).read_bytes()
-        assert {name for name in names(to) if (to / name).is_file()} == {*listed(pair), "README.md"}, steps[moment]
+        assert files(to) == {*listed(pair), "README.md"}, (moment, dead.steps[-2:])
         shutil.rmtree(to)
 
 
@@ -149,43 +155,70 @@ def test_a_pull_goes_on_wherever_it_was_killed(killer: Killer, pair: Path, tmp_p
     """Would catch a folder that looks like a pair before all of it is there, and one that cannot be pulled again."""
     assert killer.run("publish", pair, "--to", tmp_path / "there", below=tmp_path / "there").status == 0
 
-    def pull(folder: Path, die_at: int | None = None) -> int:
-        return killer.run("pull", tmp_path / "there", folder / "pair", below=folder, die_at=die_at).status
+    def pull(folder: Path, die_at: int | str | None = None) -> Ended:
+        return killer.run("pull", tmp_path / "there", folder / "pair", below=folder, die_at=die_at)
 
-    whole = tmp_path / "whole"
-    steps = killer.run("pull", tmp_path / "there", whole / "pair", below=whole).steps
-    at = ("opened /.pair.pulled/target/model.safetensors", f"opened /.pair.pulled/{NAME}", "os.rename /.pair.pulled")
-    for moment in moments(steps, *at):
-        folder = tmp_path / f"{moment}"
-        assert pull(folder, moment) == KILLED
+    for moment in moments(lambda: pull(tmp_path / "whole"), (f"opened /.pair.pulled/{NAME}",)):
+        folder = tmp_path / "pulled"
+        dead = pull(folder, moment)
+        assert dead.status == KILLED, moment
         assert not (folder / "pair").exists()
-        assert pull(folder) == 0, steps[moment]
+        ended = pull(folder)
+        assert ended.status == 0, (moment, dead.steps[-2:], ended.output)
         check(folder / "pair")
-        assert names(folder) == names(whole), steps[moment]
-        assert pull(folder) == 0  # it is there
+        assert files(folder) == {f"pair/{name}" for name in listed(pair)}, (moment, dead.steps[-2:])
+        assert pull(folder).status == 0  # it is there
         shutil.rmtree(folder)
 
 
 def test_a_quantized_checkpoint_appears_whole(killer: Killer, tmp_path: Path) -> None:
-    """Would catch half a checkpoint, finished layers that are made again, and work that stays behind."""
-    model, calibration = tiny_model("llama", tmp_path / "model"), tmp_path / "text.txt"
+    """Would catch half a checkpoint, and work that stays behind."""
+    model = tiny_model("llama", tmp_path / "model")
     job(tmp_path, model)
-    calibration = tmp_path / "calibration.txt"
-    told = ("quantize", model, "--set", f"calibration.data=[{{name: {calibration}}}]", "--set", "calibration.length=32")
+    calibration = f"calibration.data=[{{name: {tmp_path / 'calibration.txt'}}}]"
 
-    def quantize(folder: Path, die_at: int | None = None) -> tuple[int, list[str]]:
+    def quantize(folder: Path, die_at: int | str | None = None) -> Ended:
         folder.mkdir(exist_ok=True)
-        ended = killer.run(*told, folder / "made", below=folder, die_at=die_at)
-        return ended.status, ended.steps
+        told = ("quantize", model, "--set", calibration, "--set", "calibration.length=32", folder / "made")
+        return killer.run(*told, below=folder, die_at=die_at)
 
-    status, steps = quantize(tmp_path / "whole")
-    assert status == 0
-    for moment in moments(steps, "os.rename /.made.partial", "remove /.made.work/pieces/key.json"):
-        folder = tmp_path / f"{moment}"
-        assert quantize(folder, moment)[0] == KILLED
+    for moment in moments(lambda: quantize(tmp_path / "whole"), ("remove /.made.work/pieces/key.json",)):
+        folder = tmp_path / "folder"
+        dead = quantize(folder, moment)
+        assert dead.status == KILLED, moment
         whole = (folder / "made").exists()
-        assert quantize(folder)[0] == (2 if whole else 0), steps[moment]  # that it exists is said, not done again
-        assert names(folder) == names(tmp_path / "whole"), steps[moment]
-        weights = [one / "made/model.safetensors" for one in (folder, tmp_path / "whole")]
-        assert weights[0].read_bytes() == weights[1].read_bytes()
+        ended = quantize(folder)
+        assert ended.status == (2 if whole else 0), (moment, ended.output)  # that it exists is said, not done again
+        assert [path.name for path in folder.iterdir()] == ["made"], (moment, dead.steps[-2:])
+        assert (folder / "made/model.safetensors").stat().st_size > 0
         shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(not LONG, reason="trains for minutes: set QSPEC_LONG=1")
+def test_a_training_goes_on_wherever_it_was_killed(killer: Killer, tmp_path: Path) -> None:
+    """Would catch a training that begins anew, a head of other weights, and half-written data that stays."""
+    training = {"positions": 128, "batch": 16, "evaluate_every": 4, "data": training_data(tmp_path, 200)}
+    draft = {
+        "kind": "mlp_speculator",
+        "model": str(tmp_path / "out/head"),
+        "n_predict": 2,
+        "inner_dim": 16,
+        "training": training,
+    }
+    yaml = tmp_path / "recipe.yaml"
+    yaml.write_text(job(tmp_path, tiny_model("llama", tmp_path / "model"), draft).dump(), encoding="utf-8")
+
+    def train(out: Path, die_at: int | str | None = None) -> Ended:
+        return killer.run("train-draft", yaml, "--out", out, below=out, die_at=die_at)
+
+    weights = []
+    for moment in moments(lambda: train(tmp_path / "whole"), ()):
+        out = tmp_path / "out"
+        dead = train(out, moment)
+        assert dead.status == KILLED, moment
+        ended = train(out)
+        assert ended.status == 0, (moment, dead.steps[-2:], ended.output)
+        weights = [(one / "head/model.safetensors").read_bytes() for one in (out, tmp_path / "whole")]
+        assert weights[0] == weights[1], (moment, dead.steps[-2:])
+        assert files(out) == files(tmp_path / "whole"), (moment, dead.steps[-2:])
+        shutil.rmtree(out)

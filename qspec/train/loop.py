@@ -121,6 +121,8 @@ def train(
         best = _weights(module)
     else:
         best = dict(read_tensors(folder / CHECKPOINT / _BEST))
+        if rank == 0:
+            _write_curve(folder, course)  # its writer may have been killed behind the checkpoint
     start, loss_sum, since = perf_counter() - course.seconds, 0.0, 0
     batches = _batches(stages, course, spec, seed)
     while course.step < course.total:
@@ -246,6 +248,10 @@ def _save(
         flat = {f"{i}.{name}": value for i, state in moments.items() for name, value in state.items()}
         write_tensors(part / _OPTIMIZER, flat)
         (part / _STATE).write_text(json.dumps(asdict(course)))
+    _write_curve(folder, course)
+
+
+def _write_curve(folder: Path, course: Course) -> None:
     atomic_write(folder / CURVE, "".join(json.dumps(entry) + "\n" for entry in course.curve))
 
 
@@ -255,7 +261,8 @@ def _settings(seed: int, spec: TrainingSpec, made_of: Sequence[Mapping[str, Any]
 
 def _stored(folder: Path, settings: str) -> Course | None:
     """Where the training stands whose checkpoint is in `folder`, if there is one."""
-    restore(folder)
+    if rank_and_world()[0] == 0:
+        restore(folder)
     if not (folder / _STATE).exists():
         return None
     course = Course(**json.loads((folder / _STATE).read_text()))
