@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 import qspec
-from qspec.errors import OutputError, QspecError, RecipeError
+from qspec.errors import OutOfMemory, OutputError, QspecError, RecipeError
+from qspec.memory import ran_out, tightest
 
 if TYPE_CHECKING:
     from qspec.speculation.types import Generation
@@ -80,23 +81,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = app(args=argv, prog_name="qspec", standalone_mode=False) or 0
         if sys.stdout is not None:
             sys.stdout.flush()
-    except QspecError as e:
-        return _fail(str(e), 2)
     except BrokenPipeError:  # the reader of a pipe has seen enough; typer says 1 too
         _drop_output()
         return 1
-    except OSError as e:
-        _drop_output()
-        fix = "check the path, its permissions and the room on its disk"
-        return _fail(f"{e.filename or 'standard output'}: {e.strerror or e}; {fix}", 2)
     except _USAGE_ERROR as e:
         return _fail(f"{e.format_message().rstrip('.')}; see qspec --help", 2)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
+    except Exception as e:
+        message = _refusal(e, argv)
+        if message is None:
+            raise
+        return _fail(message, 2)
     if status == INTERRUPTED:  # typer may have caught the interrupt itself
         verb = next(iter(sys.argv[1:] if argv is None else argv), "")
         print(FAREWELLS.get(verb, "interrupted"), file=sys.stderr)
     return int(status)
+
+
+_GOES_ON = {"run": ", then continue with --resume"} | dict.fromkeys(
+    ("train-draft", "tune", "quantize"), ", then call it again: it goes on where it stopped"
+)
+
+
+def _refusal(error: Exception, argv: Sequence[str] | None) -> str | None:
+    """One line about an error that is no bug of ours; None for any other.
+
+    Memory that ran out is recognised here, whatever raised it, and whatever a caller took it for.
+    """
+    reason, arguments = ran_out(error), sys.argv[1:] if argv is None else argv
+    goes_on = _GOES_ON.get(next((a for a in arguments if not a.startswith("-")), ""), "")
+    if isinstance(error, OutOfMemory):
+        return f"{error}{goes_on}"
+    if reason is not None:
+        limit = f", and {found}" if (found := tightest()) else ""
+        fix = "give it more memory, or take less: a smaller model, shorter contexts, fewer at once"
+        return f"memory: ran out ({reason.rstrip('.')}){limit}; {fix}{goes_on}"
+    if isinstance(error, QspecError):
+        return str(error)
+    if isinstance(error, OSError):
+        _drop_output()
+        fix = "check the path, its permissions and the room on its disk"
+        return f"{error.filename or 'standard output'}: {error.strerror or error}; {fix}"
+    return None
 
 
 def _drop_output() -> None:

@@ -5,7 +5,8 @@
     ├── SourceError            a model, tokenizer or data set is missing or unsupported
     ├── PairError              target and draft do not fit together
     ├── IntegrityError         a file of a pair is not what its manifest says
-    └── OutputError            an output folder cannot be written
+    ├── OutputError            an output folder cannot be written
+    └── OutOfMemory            a job does not fit in the memory that this process may take
 
 Every message names the *value*, the *rule* it breaks and the *fix*; the command line prints it as one line and
 exits with status 2.
@@ -41,3 +42,7 @@ class IntegrityError(QspecError):
 
 class OutputError(QspecError):
     """An output folder cannot be written."""
+
+
+class OutOfMemory(QspecError):
+    """A job does not fit in the memory that this process may take."""

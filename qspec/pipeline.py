@@ -12,10 +12,11 @@ from qspec.measure.arm import Arm
 from qspec.measure.arms import Arms, Originals, load_originals, measure_accuracy, original_runs, own_arms, provenance_of
 from qspec.measure.bench import bench
 from qspec.measure.rehearse import rehearse
+from qspec.memory import require_memory
 from qspec.models.load import load, resolve_model, source_dtype
 from qspec.models.vocab import limited
 from qspec.nn.cuda.decoder import CudaDecoder
-from qspec.nn.engines import engine_name
+from qspec.nn.engines import engine_name, gpu_for
 from qspec.pair.check import check, read_manifest
 from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package, refuse_guessed, seal, tidy
@@ -53,6 +54,8 @@ R = TypeVar("R", bound=Record)
 TRAINERS: dict[type[DraftSpec], Callable[..., Path]] = {MlpDraft: train_head, ModelDraft: distill}
 
 
+_MORE = "give it more memory, take smaller models, or quantize alone, layer by layer: qspec quantize"
+
 __all__ = ["check", "open_pair", "run"]
 
 
@@ -75,6 +78,8 @@ def run(
         progress.say(f"{out} is complete already")
         return out / "pair"
     _require_room(planned, out)
+    if gpu_for(recipe.device) is None:
+        require_memory(f"run {recipe.name}", planned.run_need, _MORE)
     originals = load_originals(recipe, progress)
     asked = rehearse(recipe, originals.target, planned.calibrates)
     _require_time(planned, long, asked)
@@ -150,8 +155,9 @@ def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = Non
     if draft.trains is None:
         fix = "give it kind: mlp_speculator or model, and a training section"
         raise RecipeError(f"draft of {recipe.name}", "is nothing that is trained", fix)
-    admit(recipe)
+    planned = admit(recipe)
     require_writable(out)
+    require_memory(f"training the draft of {recipe.name}", planned.training_need, "give it more memory")
     progress.stage("load")
     model = load(recipe.target)
     text = Calibration(recipe.calibration, model.tokenizer, recipe.seed, progress)

@@ -23,6 +23,7 @@ from qspec.records import ArchMap, LoadedModel
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
+_AGAIN = "download it again"
 _USE_FOLDER = "use the transformers folder (safetensors) of this model"
 
 
@@ -72,14 +73,16 @@ class GGUFFile:
             with open(self.path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._parse()
-        except (ArithmeticError, MemoryError, OSError, RecursionError, TypeError, ValueError, struct.error) as error:
-            raise SourceError(str(path), f"is not a readable GGUF file ({error})", "download it again") from error
+        except MemoryError:  # a header that claims more than there is: no memory ran out
+            raise SourceError(str(path), "is not a readable GGUF file (its sizes make no sense)", _AGAIN) from None
+        except (ArithmeticError, OSError, RecursionError, TypeError, ValueError, struct.error) as error:
+            raise SourceError(str(path), f"is not a readable GGUF file ({error})", _AGAIN) from error
 
     def read(self, name: str, size: int) -> memoryview:
         """The `size` bytes of a tensor, mapped, not copied."""
         start = self.tensors[name].offset
         if start + size > len(self._map):
-            raise SourceError(f"{self.path}: {name}", "lies beyond the end of the file", "download it again")
+            raise SourceError(f"{self.path}: {name}", "lies beyond the end of the file", _AGAIN)
         return memoryview(self._map)[start : start + size]
 
     def _parse(self) -> None:
@@ -145,7 +148,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> HFTokenizer:
         raise
     except Exception as error:  # from IndexError to the Rust parser's own type
         rule = f"cannot be built ({' '.join(str(error).split())[:120]})"
-        raise SourceError(f"{file.path}: tokenizer", rule, "download it again") from error
+        raise SourceError(f"{file.path}: tokenizer", rule, _AGAIN) from error
 
 
 def _byte_bpe(file: GGUFFile, data: Mapping[str, Any], splitter: str) -> ByteBPE:

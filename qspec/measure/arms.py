@@ -11,12 +11,12 @@ from qspec.measure.arm import Arm
 from qspec.measure.evaluate import evaluate
 from qspec.models.load import load, resolve_arch
 from qspec.models.vocab import real_vocab
-from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
+from qspec.nn.engines import AnyDecoder, engine_name
 from qspec.numerics.roofline import PassCost
 from qspec.pair.check import provenance
 from qspec.pair.drafters.kind import Weights
 from qspec.pair.drafters.registry import draft_policy, kind_of
-from qspec.pair.open import LoadedPair, compute_dtype, engine_options
+from qspec.pair.open import LoadedPair, compute_dtype, engine_options, open_fitting
 from qspec.planning.planned import computed_with
 from qspec.progress import Progress
 from qspec.provenance import (
@@ -126,13 +126,14 @@ class Arms:
 
     def float_decoder(self, model: LoadedModel) -> AnyDecoder:
         length = min(self.pair.target.max_length, model.arch.max_positions)
-        return open_decoder(model, max_length=length, **engine_options(self.recipe))
+        return open_fitting("the original, beside the pair,", model, length, **engine_options(self.recipe))
 
     def float_kv(self) -> AnyDecoder:
         """The pair's target with its KV cache in floats."""
         model = self.pair.model
         plain = replace(model, plan=replace(model.plan, kv=None), k_scale={}, v_scale={}, q_scale={})
-        return open_decoder(plain, max_length=self.pair.target.max_length, **engine_options(self.recipe))
+        what, length = "the target with its KV cache in floats, beside the pair,", self.pair.target.max_length
+        return open_fitting(what, plain, length, **engine_options(self.recipe))
 
 
 def provenance_of(pair: LoadedPair, *, draft: bool) -> Provenance:

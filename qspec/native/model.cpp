@@ -666,10 +666,14 @@ using qspec::Model;
 using qspec::Pool;
 using qspec::Sequence;
 
-// Names of the instruction sets that run here, the fastest first; null behind the last.
+// Names of the instruction sets that run here, the fastest first; null behind the last, and without memory to try them.
 QSPEC_API const char* qspec_isa(int i) {
-  const auto& sets = qspec::instruction_sets();
-  return i < static_cast<int>(sets.size()) ? sets[i]->name : nullptr;
+  const char* name = nullptr;
+  qspec::guarded([&] {
+    const auto& sets = qspec::instruction_sets();
+    if (i < static_cast<int>(sets.size())) name = sets[i]->name;
+  });
+  return name;
 }
 
 QSPEC_API Pool* qspec_pool(int threads) {
@@ -761,24 +765,29 @@ QSPEC_API int qspec_forward(Model* m, const qspec::Part* parts, int count, int l
 
 // One matmul [rows, n] of float inputs, rounded as the matrix says: for comparison with other implementations.
 QSPEC_API int qspec_linear(Pool* pool, const char* isa, const qspec::Weight* w, const float* x, int rows, float* y) {
-  const qspec::Kernels* kernels = qspec::kernels_named(isa);
-  return kernels && qspec::guarded([&] {
+  const qspec::Kernels* kernels = nullptr;
+  const bool done = qspec::guarded([&] {
     qspec::require(rows >= 0, "fewer rows than none");
     qspec::require_matrix(*w, w->n, w->k);
     qspec::require_outliers(*w);
-    qspec::apply(*pool, *kernels, *w, x, rows, y);
+    kernels = qspec::kernels_named(isa);
+    if (kernels) qspec::apply(*pool, *kernels, *w, x, rows, y);
   });
+  return kernels && done;
 }
 
-// Sum of a plain read of `count` floats by all threads: what memory gives at best, the ceiling of decoding.
+// Sum of a plain read of `count` floats by all threads: what memory gives at best, the ceiling of decoding. Without
+// memory for their sums it is 0.
 QSPEC_API float qspec_read(Pool* pool, const float* data, int64_t count) {
-  const qspec::Kernels& run = *qspec::kernels_named(nullptr);
-  std::vector<float> sums(pool->size());
-  pool->run([&](int thread) {
-    const int64_t begin = count * thread / pool->size() / 64 * 64, end = count * (thread + 1) / pool->size() / 64 * 64;
-    sums[thread] = run.read(data + begin, end - begin);
-  });
   float total = 0;
-  for (float s : sums) total += s;
+  qspec::guarded([&] {
+    const qspec::Kernels& run = *qspec::kernels_named(nullptr);
+    std::vector<float> sums(pool->size());
+    pool->run([&](int thread) {
+      const int64_t n = pool->size(), begin = count * thread / n / 64 * 64, end = count * (thread + 1) / n / 64 * 64;
+      sums[thread] = run.read(data + begin, end - begin);
+    });
+    for (float s : sums) total += s;
+  });
   return total;
 }

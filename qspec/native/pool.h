@@ -18,20 +18,18 @@ namespace qspec {
 
 class Pool {
  public:
+  // Throws what the system says when it has no memory for another thread; those that began are ended first.
   explicit Pool(int threads) : size_(threads < 1 ? 1 : threads), process_(getpid()) {
-    for (int i = 1; i < size_; ++i) workers_.emplace_back([this, i] { work(i); });
+    try {
+      for (int i = 1; i < size_; ++i) workers_.emplace_back([this, i] { work(i); });
+    } catch (...) {
+      end();
+      throw;
+    }
   }
 
   // Must not be called in a process that was forked from the pool's: its threads do not exist there (see `usable`).
-  ~Pool() {
-    {
-      std::lock_guard<std::mutex> lock(sleep_);
-      stop_ = true;
-      epoch_.fetch_add(1, std::memory_order_release);
-    }
-    wake_.notify_all();
-    for (auto& worker : workers_) worker.join();
-  }
+  ~Pool() { end(); }
 
   int size() const { return size_; }
   bool usable() const { return getpid() == process_; }
@@ -76,6 +74,16 @@ class Pool {
   int claim() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
  private:
+  void end() {
+    {
+      std::lock_guard<std::mutex> lock(sleep_);
+      stop_ = true;
+      epoch_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+  }
+
   static constexpr int SPINS = 4000, YIELDS = 200;
 
   // Wait a while for another value than `old`; whether it came.

@@ -13,6 +13,7 @@ import torch
 
 from qspec.bridges.text import prompt_tokens
 from qspec.errors import RecipeError
+from qspec.memory import Need, require_memory
 from qspec.models.vocab import real_vocab
 from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.cpp.offload import OffloadedDecoder
@@ -29,10 +30,11 @@ from qspec.pair.drafters.registry import (
 )
 from qspec.pair.head import check_scales
 from qspec.pair.text_stream import TextStream
-from qspec.records import QuantizedModel
+from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.manifest import Manifest
 from qspec.schema.recipe import MOST_SEED, Dtype, Recipe
 from qspec.schema.sizes import parse_bytes
+from qspec.schemes.footprint import decoder_need
 from qspec.speculation import engine
 from qspec.speculation.batch import Prompt, generate_batch as run_batch
 from qspec.speculation.stats import SpecStats
@@ -40,6 +42,8 @@ from qspec.speculation.types import Drafter, DraftLength, Generation, Sampling, 
 
 _TIMED_STEPS = 5
 _TIMED_TOKENS = 41
+_MORE = "give it more memory, or take a smaller model"
+_LESS = "give it more memory, or read layers from disk: qspec generate --memory-limit SIZE, load_pair(memory_limit=…)"
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,10 @@ def open_pair(
     for name in filter(None, ("target", recipe.draft.folder)):
         check_scales(folder / name)
     most = recipe.speculation.max_length
+    if options["gpu"] is None:
+        need = decoder_need(model, most, options["dtype"])
+        need = need if limit is None else Need(min(need.held, limit))
+        require_memory(str(folder), need + (decoder_need(half, most, options["dtype"]) if half else Need(0)), _LESS)
     if limit is None:
         target = open_decoder(model, max_length=most, **options)
     else:
@@ -238,6 +246,15 @@ def open_pair(
         _drafter(recipe, model, draft),
         draft_policy(recipe.speculation.draft_length),
     )
+
+
+def open_fitting(
+    what: str, model: LoadedModel | QuantizedModel, max_length: int | None = None, **options: Any
+) -> AnyDecoder:
+    """`open_decoder` for a model that fits into memory; raises `OutOfMemory`, naming `what`, for one that does not."""
+    if options.get("gpu") is None:
+        require_memory(what, decoder_need(model, max_length, options.get("dtype")), _MORE)
+    return open_decoder(model, max_length=max_length, **options)
 
 
 def _weights_name(manifest: Manifest) -> str:

@@ -8,7 +8,8 @@ import torch
 from qspec.bridges import oneshot
 from qspec.bridges.text import SUFFIXES, data_names, where_from
 from qspec.errors import SourceError
-from qspec.models.load import resolve_model
+from qspec.memory import Need
+from qspec.models.load import STORED, resolve_model
 from qspec.models.vocab import require_limit
 from qspec.numerics.roofline import PassCost, prefill_seconds
 from qspec.pair.drafters.registry import kind_of
@@ -140,6 +141,32 @@ class PlannedPair:
         """Bytes of float KV windows that a sequence takes in both halves, beside its KV per token."""
         width: int = getattr(torch, self.dtype).itemsize
         return sum(kv_window_bytes(half.arch, half.plan.kv, width, self.max_length) for half in self.halves)
+
+    @property
+    def run_need(self) -> Need:
+        """Memory that the run takes at least while it measures: the models as they came beside both results.
+
+        On a CPU the C++ core keeps floats as they are stored, and room for KV in float32.
+        """
+        width: int = getattr(torch, self.dtype).itemsize
+        kept = min(width, self.target.stored if self.recipe.dtype == "auto" else STORED)
+        came = [self.target, *([self.draft] if self.draft and kind_of(self.recipe.draft).separate else [])]
+        results = [footprint(half.arch, half.schemes, half.plan.kv, min(width, half.stored)) for half in self.halves]
+        results += [self.head] if self.head is not None else []
+        held = sum(half.plain.parameters * kept for half in came) + sum(half.resident for half in results)
+        if self.recipe.asks_transformers:
+            held += torch.float32.itemsize * self.target.plain.parameters
+        caches = [*(half.plain for half in came), *results]
+        return Need(held, sum(half.kv_bytes_per_token for half in caches) * self.max_length)
+
+    @property
+    def training_need(self) -> Need:
+        """Memory that `train-draft` takes at least: the quantized target, and the draft with gradients and moments."""
+        trained = self.head.parameters if self.head is not None else 0
+        if self.draft is not None:
+            arch = self.draft.arch
+            trained = self.draft.plain.parameters - (1 if arch.tied else 2) * arch.vocab_size * arch.hidden_size
+        return Need(self.target.bytes.resident + 4 * torch.float32.itemsize * trained)
 
     def capacity(self, length: int) -> int | None:
         """Sequences of `length` tokens that fit beside the weights; None without a limit."""

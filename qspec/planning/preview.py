@@ -153,7 +153,7 @@ def _memory(pair: PlannedPair) -> dict[str, Any]:
         "limit": pair.limit,
         "unquantized_target": pair.target.plain.resident,
         "sequences_at_max_length": pair.capacity(pair.max_length),
-        "run_peak": pair.target.plain.resident + sum(half.resident for half in halves.values() if half is not None),
+        "run_peak": pair.run_need.held,
     }
 
 

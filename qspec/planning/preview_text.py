@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qspec.memory import tightest
+
 View = Mapping[str, Any]
 NAMED = 3
 """Names of what is pruned for one reason; the rest are counted."""
@@ -80,7 +82,8 @@ def _memory(view: View) -> Iterator[str]:
     if memory["sequences_at_max_length"] is not None:
         yield f"  sequences of {length} tokens that fit: {memory['sequences_at_max_length']}"
     yield f"  the original target alone: {size(memory['unquantized_target'])}"
-    yield f"  the run itself holds about {size(memory['run_peak'])}: the original beside both results"
+    here = f"; {limit}" if (limit := tightest()) else ""
+    yield f"  the run itself holds at least {size(memory['run_peak'])}: the original beside both results{here}"
 
 
 def _row(label: str, values: list[int | None]) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+import math
 from pathlib import Path
 import shutil
 
@@ -10,7 +11,8 @@ import torch
 from qspec.bridges import compressed, oneshot
 from qspec.bridges.companions import left_out_notes
 from qspec.bridges.text import calibration_rows
-from qspec.models.load import stored_dtype
+from qspec.memory import Need, require_memory
+from qspec.models.load import source_dtype, stored_dtype
 from qspec.models.vocab import real_vocab
 from qspec.nn.eager.linear import merge_obstacle
 from qspec.progress import Progress
@@ -30,7 +32,9 @@ from qspec.quantization.stream import Job, stream
 from qspec.records import FusionPlan, LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
-from qspec.schemes.build import build_plan
+from qspec.schemes.build import build_plan, needs_statistics
+
+_MORE = "give it more memory, fewer or shorter calibration.samples, or take a smaller model"
 
 
 def fuse(quant: QuantizedModel) -> QuantizedModel:
@@ -71,8 +75,24 @@ def quantize_model(
 
     `work` keeps the finished layers, for a run that is killed; `dtype` is of what is not quantized.
     """
+    require_memory(f"quantizing {model.source.get('model', 'the model')}", _need(model, spec, text.spec), _MORE)
     made = fuse(_quantized(model, spec, fusion, text, work, dtype))
     return replace(made, notes=(*made.notes, *left_out_notes(model.left_out)))
+
+
+def _need(model: LoadedModel, spec: QuantSpec, text: CalibrationSpec) -> Need:
+    """The embedding and one layer in float32 beside the hidden states of the text, before and behind that layer.
+
+    llm-compressor holds the whole model instead.
+    """
+    arch, plan = model.arch, build_plan(spec)
+    layer = max(sum(math.prod(arch.linear_shape(x)) for x in arch.layer_linears(name)) for name in arch.layers)
+    embedding = arch.vocab_size * arch.hidden_size
+    if spec.engine == "llmcompressor":
+        return Need(4 * (arch.n_layers * layer + embedding))
+    calibrates = needs_statistics(plan.resolve(arch.linears()), plan, spec) and not text.chat_template
+    states = 2 * text.samples * text.length * arch.hidden_size if calibrates else 0
+    return Need(source_dtype(model.config).itemsize * embedding + 4 * (layer + states))
 
 
 def _quantized(

@@ -5,14 +5,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 import math
 
+import torch
+
 from qspec.bridges.layout import tensor_shapes
+from qspec.memory import Need
+from qspec.models.load import source_dtype
 from qspec.nn.eager.kv_window import window_length
 from qspec.numerics.quantization.blocks import scale_shape
 from qspec.numerics.quantization.kv_blocks import BlockCode, outlier_count
 from qspec.numerics.quantization.outliers import stored_bytes
 from qspec.numerics.roofline import PassCost
 from qspec.plan import KVPart, KVScheme, LayerScheme
-from qspec.records import EMBEDDING, ArchMap, layer_number
+from qspec.records import EMBEDDING, ArchMap, LoadedModel, QuantizedModel, layer_number
 from qspec.schema.drafts import MlpDraft
 from qspec.schemes.build import scheme_label
 
@@ -96,6 +100,22 @@ def footprint(
             expert_share=share,
         ),
     )
+
+
+def decoder_need(model: LoadedModel | QuantizedModel, length: int | None, dtype: torch.dtype | None = None) -> Need:
+    """Memory that a decoder on a CPU takes at least: weights, rotations, room for KV of `length` tokens (None: all).
+
+    dtype: of what is computed, None for float32, in which the C++ core keeps floats as they are stored.
+    """
+    arch, names, kv = model.arch, model.arch.linears(), None
+    schemes: Mapping[str, LayerScheme | None] = dict.fromkeys(names)
+    if isinstance(model, QuantizedModel):
+        kv, schemes = model.plan.kv, model.plan.resolve(names)
+    stored = source_dtype(model.config) if dtype in (None, torch.float32) else dtype
+    positions, single = length or arch.max_positions, torch.float32.itemsize
+    weights = footprint(arch, schemes, kv, stored.itemsize).resident
+    rotations = 2 * single * (len(arch.rope_inv_freq) + len(arch.window_inv_freq)) * positions
+    return Need(weights + rotations, kv_bytes_per_token(arch, kv, single) * positions)
 
 
 def kv_bytes_per_token(arch: ArchMap, kv: KVScheme | None, width: int) -> int:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from qspec.bridges import speculator
 from qspec.nn.cpp.int8_map import Int8Map
-from qspec.nn.engines import open_decoder
 from qspec.nn.mlp_speculator import MLPSpeculator, initialize, start_from, swap_linears
 from qspec.numerics.speculation.speculator import agreement, loss_of, overlap
 from qspec.pair.head import shape_of, target_rows
+from qspec.pair.open import open_fitting
 from qspec.progress import Progress
 from qspec.provenance import staged_dir
 from qspec.records import LoadedModel, QuantizedModel
@@ -70,7 +70,7 @@ def train_head(
     made_of = [stage.key for stage in stages]
     require_same(out / "training", recipe.seed, spec, made_of)
     length = spec.data.prompt_tokens + spec.data.answer_tokens
-    lm = open_decoder(target, max_length=max(length, spec.data.text_length))
+    lm = open_fitting("the quantized target", target, max(length, spec.data.text_length))
     make_data(out / "data", lm, stages, spec.data, arch.eos_ids, recipe.seed, progress)
     text = read_data(out / "data", TEXT)
     answers, judged = split(read_data(out / "data", ANSWERS), spec.data.held_out)

@@ -17,8 +17,8 @@ from qspec.bridges import compressed
 from qspec.bridges.hf import load_folder, open_trainable
 from qspec.models.layers import keep_layers, require_layers
 from qspec.models.load import stored_dtype
-from qspec.nn.engines import open_decoder
 from qspec.numerics.speculation.speculator import agreement, loss_of, overlap
+from qspec.pair.open import open_fitting
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, digest_of, staged_dir
 from qspec.records import EMBEDDING, HEAD, LoadedModel, QuantizedModel
@@ -128,7 +128,7 @@ def distill(
     require_same(out / "training", recipe.seed, spec, made_of)
     chosen = _layers(spec, model, stages[0].parts, out / _CHOICE, progress) if rank == 0 else {}
     length = max(spec.data.prompt_tokens + spec.data.answer_tokens, spec.data.text_length)
-    lm = open_decoder(target, max_length=length)
+    lm = open_fitting("the quantized target", target, length)
     make_data(out / "data", lm, stages, spec.data, model.arch.eos_ids, recipe.seed, progress)
     chosen = chosen or json.loads((out / _CHOICE).read_text())
     kept = keep_layers(model, chosen["kept"])

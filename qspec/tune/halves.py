@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 
 from qspec.measure.arm import Arm
-from qspec.nn.engines import AnyDecoder, engine_name, open_decoder
+from qspec.nn.engines import AnyDecoder, engine_name
 from qspec.pair.drafters.registry import Drafters, draft_policy, kind_of
+from qspec.pair.open import open_fitting
 from qspec.planning.tune_space import PLAIN, Space
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.drafts import DraftSpec
@@ -74,7 +75,8 @@ class Halves:
 
     def opened(self, model: LoadedModel | QuantizedModel) -> AnyDecoder:
         """A decoder of any model, with room for as much as the others."""
-        return open_decoder(model, self._dtype, min(self.max_length, model.arch.max_positions))
+        length = min(self.max_length, model.arch.max_positions)
+        return open_fitting("another half of the search", model, length, dtype=self._dtype)
 
     def quantized(self, name: str) -> QuantizedModel:
         if name not in self._models:

@@ -242,6 +242,8 @@ def instruction_sets() -> list[str]:
     names, lib = list[str](), library()
     while (name := lib.qspec_isa(len(names))) is not None:
         names.append(name.decode())
+    if not names:  # the portable one runs everywhere
+        raise MemoryError("no memory to try the instruction sets")
     return names
 
 
