@@ -5,8 +5,11 @@ import shutil
 from typing import Any
 
 import pytest
+import torch
 
+from qspec.bridges import speculator
 from qspec.cli import main
+from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
 from qspec.pair.check import check, overridden, read_manifest, stale
 from qspec.pair.package import package
 from qspec.schema.manifest import FileEntry, Manifest
@@ -92,6 +95,31 @@ def test_a_change_of_either_half_is_named(
     other = measured_of(pair, Recipe.model_validate(fields))
     names = "speed" if half == "draft" else f"{ACCURACY}, speed"
     assert stale(read_manifest(pair), other) == [f"{names}: {half}.quantization.{named} is not what was measured"]
+
+
+def test_a_change_of_the_head_is_named(tmp_path: Path) -> None:
+    """Would catch the acceptance of one speculator head told of another, and accuracy doubted for it."""
+    head = MLPSpeculator(SpeculatorShape(64, 300, 2, 16, shared=True), None, *torch.randn(2, 300, 64))
+    initialize(head, torch.Generator().manual_seed(0))
+    speculator.write(head, tmp_path / "head")
+    sizes = {"n_predict": 2, "inner_dim": 16, "shared": True}
+    draft = {"kind": "mlp_speculator", "model": str(tmp_path / "head"), **sizes}
+    asked = Recipe.model_validate(recipe().as_dict() | {"draft": draft})
+    pair = package(halves(tmp_path / "source")[0], None, asked, tmp_path, tmp_path / "head")
+    results = measured_of(pair, asked)
+    assert stale(read_manifest(pair), results) == []
+    change(pair, "draft", "_scale", 1.5)
+    assert stale(read_manifest(pair), results) == ["speed: draft/model.safetensors is not the file that was measured"]
+
+
+def test_a_change_of_a_lookup_is_named(tmp_path: Path) -> None:
+    """Would catch a speed with drafts of one length told of another, where a draft has no file that could change."""
+    asked = recipe("ngram")
+    pair = package(halves(tmp_path / "source")[0], None, asked, tmp_path)
+    fields = asked.as_dict()
+    fields["draft"]["max_ngram"] = 3
+    before = measured_of(pair, Recipe.model_validate(fields))
+    assert stale(read_manifest(pair), before) == ["speed: draft.max_ngram is not what was measured"]
 
 
 def test_a_change_of_the_policy_is_named(sealed: tuple[Path, Results]) -> None:
