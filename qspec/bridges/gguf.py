@@ -13,15 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qspec.bridges.architectures import ARCHITECTURES
 from qspec.bridges.companions import notices
 from qspec.bridges.hf import SPLITTERS, ByteBPE, HFTokenizer, arch_from_config, build_tokenizer
 from qspec.bridges.layout import check_shapes
 from qspec.errors import SourceError
 from qspec.provenance import sha256_file
 from qspec.records import ArchMap, LoadedModel
-
-KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
 
 _AGAIN = "download it again"
 _USE_FOLDER = "use the transformers folder (safetensors) of this model"
@@ -103,8 +101,10 @@ class GGUFFile:
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """The `config.json` that transformers would need for this file."""
     kind = str(file.metadata.get("general.architecture"))
-    if kind not in KINDS:
-        rule = "is not supported from a GGUF file, only " + ", ".join(KINDS)
+    row = ARCHITECTURES.get(kind)
+    if row is None or row.gguf is None:
+        known = (name for name, other in ARCHITECTURES.items() if other.gguf)
+        rule = "is not supported from a GGUF file, only " + ", ".join(known)
         raise SourceError(f"{file.path}: architecture {kind!r}", rule, _USE_FOLDER)
     if any(name.startswith("rope_freqs") for name in file.tensors):
         raise SourceError(f"{file.path}: rope_freqs", "stores rotary factors without their rule (llama3)", _USE_FOLDER)
@@ -114,7 +114,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     hidden = int(_need(file, f"{kind}.embedding_length"))
     head_dim = file.metadata.get(f"{kind}.attention.key_length", hidden // heads)
     config = {
-        "architectures": [KINDS[kind]],
+        "architectures": [row.gguf],
         "model_type": kind,
         "vocab_size": _embedding(file).shape[0],
         "hidden_size": hidden,
@@ -128,7 +128,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "rope_parameters": _rope_parameters(file, kind, int(head_dim)),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": kind != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": not row.qkv_bias and "blk.0.attn_q.bias" in file.tensors,
         "dtype": "float32",
     }
     ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKEN_KEYS.items()}
@@ -184,7 +184,8 @@ class GGUFTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         values = torch.from_numpy(_dequantize(self._file, self._names[name]))
         heads = {"q_proj": self._arch.n_heads, "k_proj": self._arch.n_kv_heads}.get(name.split(".")[-2])
-        return values if heads is None or self._arch.model_type != "llama" else _unpermute(values, heads)
+        interleaved = ARCHITECTURES[self._arch.model_type].interleaved
+        return _unpermute(values, heads) if interleaved and heads is not None else values
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

@@ -11,10 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from qspec.bridges.companions import companions
-from qspec.bridges.hub import TOKENIZER_FILES
-from qspec.bridges.layout import select_tensors
-from qspec.bridges.support import (
+from qspec.bridges.architectures import (
+    ARCHITECTURES,
     FIX_CONFIG,
     USE_SUPPORTED,
     quantization_method,
@@ -22,6 +20,9 @@ from qspec.bridges.support import (
     require_sizes,
     supported_type,
 )
+from qspec.bridges.companions import companions
+from qspec.bridges.hub import TOKENIZER_FILES
+from qspec.bridges.layout import select_tensors
 from qspec.bridges.tensors import read_tensors, weights_sha256
 from qspec.errors import OutputError, QspecError, RecipeError, SourceError
 from qspec.limited import rehearse
@@ -63,9 +64,10 @@ def _arch(kind: str, typed: Any) -> ArchMap:
     kv_heads = int(getattr(typed, "num_key_value_heads", None) or heads)
     if kv_heads < 1 or heads % kv_heads:
         raise SourceError(f"{heads} heads, {kv_heads} KV heads", "heads must be a multiple of KV heads", FIX_CONFIG)
+    row = ARCHITECTURES[kind]
     inv_freq, rope_factor = _rope(kind, typed)
     window, full = _windows(kind, typed)
-    bias, gemma = bool(getattr(typed, "attention_bias", False)), kind.startswith("gemma")
+    bias = bool(getattr(typed, "attention_bias", False))
     return ArchMap(
         model_type=kind,
         architecture=_architecture(typed),
@@ -80,12 +82,12 @@ def _arch(kind: str, typed: Any) -> ArchMap:
         rope_inv_freq=inv_freq,
         rope_factor=rope_factor,
         norm_eps=float(typed.rms_norm_eps),
-        norm_offset=1.0 if gemma else 0.0,
-        embed_scale=hidden**0.5 if gemma else 1.0,
+        norm_offset=1.0 if row.gemma else 0.0,
+        embed_scale=hidden**0.5 if row.gemma else 1.0,
         activation=_activation(kind, typed),
-        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
-        qkv_bias=kind == "qwen2" or bias,
-        o_bias=kind != "qwen2" and bias,
+        qk_norm=row.qk_norm,
+        qkv_bias=row.qkv_bias or bias,
+        o_bias=not row.qkv_bias and bias,
         mlp_bias=bool(getattr(typed, "mlp_bias", False)),
         tied=bool(typed.tie_word_embeddings),
         sliding_window=window,
@@ -98,11 +100,12 @@ def _arch(kind: str, typed: Any) -> ArchMap:
 
 
 def _post_normed(kind: str, typed: Any) -> dict[str, Any]:
-    """What Gemma 2 and 3 have and no other kind."""
-    if kind not in ("gemma2", "gemma3_text"):
+    """Scales and soft caps of kinds with norms behind their blocks."""
+    row = ARCHITECTURES[kind]
+    if not row.post_norms:
         return {}
     attention_cap, logit_cap = typed.attn_logit_softcapping, typed.final_logit_softcapping
-    if kind == "gemma3_text" and attention_cap is not None:
+    if not row.capped and attention_cap is not None:
         rule = "is not supported: transformers ignores it for this type"
         raise SourceError(f"model_type {kind!r} with attn_logit_softcapping", rule, USE_SUPPORTED)
     return {
@@ -115,9 +118,10 @@ def _post_normed(kind: str, typed: Any) -> dict[str, Any]:
 
 def _mixture(kind: str, typed: Any) -> dict[str, Any]:
     """Sizes and rules of a mixture of experts; empty for a model without."""
-    if kind not in ("mixtral", "qwen3_moe") or not int(typed.num_local_experts):
+    spelling = ARCHITECTURES[kind].experts
+    if spelling == "none" or not int(typed.num_local_experts):
         return {}
-    mixtral = kind == "mixtral"
+    mixtral = spelling == "mixtral"
     layers = range(0 if mixtral else int(typed.num_hidden_layers))
     dense = [i for i in layers if i in typed.mlp_only_layers or (i + 1) % int(typed.decoder_sparse_step)]
     return {
@@ -385,7 +389,7 @@ def _rope(kind: str, typed: Any) -> tuple[tuple[float, ...], float]:
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    by_type = kind == "gemma3_text"
+    by_type = ARCHITECTURES[kind].by_layer_type
     parameters = dict((typed.rope_parameters["full_attention"] if by_type else typed.rope_parameters) or {})
     method = str(parameters.get("rope_type", "default"))
     if method not in ROPE_TYPES:
@@ -393,7 +397,7 @@ def _rope(kind: str, typed: Any) -> tuple[tuple[float, ...], float]:
         rule = "is not supported" + (": its frequencies change with the text's length" if method == "longrope" else "")
         raise SourceError(f"model_type {kind!r} with rope_type {method!r}", rule, fix)
     rotated = float(parameters.get("partial_rotary_factor", 1.0))
-    if rotated != 1.0 and (kind != "phi3" or not 0 < rotated < 1):
+    if rotated != 1.0 and (not ARCHITECTURES[kind].partial_rotary or not 0 < rotated < 1):
         raise SourceError(f"model_type {kind!r} with partial_rotary_factor", "heads are rotated whole", USE_SUPPORTED)
     if method == "default":
         return _frequencies(int(_head_dim(typed) * rotated), float(parameters["rope_theta"])), 1.0
@@ -404,7 +408,7 @@ def _rope(kind: str, typed: Any) -> tuple[tuple[float, ...], float]:
 
 def _window_rope(kind: str, typed: Any) -> tuple[float, ...]:
     """Inverse frequencies of layers with a window, where these have their own; else empty."""
-    if kind != "gemma3_text":
+    if not ARCHITECTURES[kind].by_layer_type:
         return ()
     parameters = dict(typed.rope_parameters["sliding_attention"])
     method = str(parameters.get("rope_type", "default"))
@@ -420,7 +424,7 @@ def _frequencies(dimensions: int, base: float) -> tuple[float, ...]:
 
 
 def _activation(kind: str, typed: Any) -> Literal["silu", "gelu_tanh"]:
-    name = str(typed.hidden_activation if kind in ("gemma2", "gemma3_text") else typed.hidden_act)
+    name = str(typed.hidden_activation if ARCHITECTURES[kind].post_norms else typed.hidden_act)
     if name in ("silu", "swish"):
         return "silu"
     if name in ("gelu_pytorch_tanh", "gelu_new"):

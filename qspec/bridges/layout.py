@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from qspec.bridges.support import USE_SUPPORTED
+from qspec.bridges.architectures import ARCHITECTURES, USE_SUPPORTED
 from qspec.bridges.tensors import LazyTensors, Part
 from qspec.errors import SourceError
 from qspec.records import EMBEDDING, HEAD, ArchMap, fused_with
@@ -92,9 +92,10 @@ def select_tensors(source: str, tensors: LazyTensors, arch: ArchMap) -> LazyTens
 def stored_as(arch: ArchMap, layer: str) -> str:
     """Name on disk of what holds a linear layer or router."""
     block, _, part = layer.rpartition(".")
-    if arch.model_type == "phi3" and part in _STORED_AS_ONE:
+    stored = ARCHITECTURES[arch.model_type].stored
+    if stored == "joined" and part in _STORED_AS_ONE:
         return f"{block}.{_STORED_AS_ONE[part]}"
-    if arch.model_type == "mixtral":
+    if stored == "mixtral":
         expert = _EXPERT.fullmatch(layer)
         if expert:
             return f"{expert[1]}block_sparse_moe.{expert[2]}{_MIXTRAL[expert[3]]}"
@@ -104,7 +105,7 @@ def stored_as(arch: ArchMap, layer: str) -> str:
 
 def stored_rows(arch: ArchMap, layer: str) -> tuple[int, int] | None:
     """Which rows of what is on disk are this layer, `(start, stop)`; None: all, it is stored alone."""
-    if stored_as(arch, layer) == layer or arch.model_type != "phi3":
+    if stored_as(arch, layer) == layer or ARCHITECTURES[arch.model_type].stored != "joined":
         return None
     group = fused_with(layer)
     sizes = [arch.linear_shape(mate)[0] for mate in group]

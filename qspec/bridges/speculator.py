@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qspec.bridges.support import SIZES
+from qspec.bridges.architectures import SIZES
 from qspec.bridges.tensors import SINGLE, read_tensors, rising_ids, write_tensors
 from qspec.errors import PairError, SourceError
 from qspec.nn.cpp.int8_map import Int8Map

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from qspec.bridges.architectures import quantization_method
 from qspec.bridges.hf import read_config
-from qspec.bridges.support import quantization_method
 from qspec.bridges.text import calibration_rows, load_rows
 from qspec.errors import RecipeError
 from qspec.inspection import model_page as inspect_model_page, pair_page as inspect_pair_page

@@ -1,14 +1,60 @@
-"""Which models qspec reads, and what it says of those that it does not."""
+"""Which models qspec reads, one row each of what they do otherwise than Llama, and what it says of the others.
+
+A model that differs in nothing else is supported by its row alone: `hf` reads its config by it, `layout` its tensors,
+`gguf` its GGUF file.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from qspec.errors import SourceError
 from qspec.records import ArchMap
 
-SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3")
+
+@dataclass(frozen=True)
+class Architecture:
+    """Differences to Llama. Fields of configs are transformers' names.
+
+    gguf: the class that a GGUF file of this kind becomes in transformers; None: read from folders alone.
+    interleaved: llama.cpp stores the rotary halves of queries and keys in turns.
+    gemma: norms add one to their gain, embeddings are scaled by the root of the hidden size.
+    post_norms: norms behind attention and MLP too, a scale of its own and soft caps (Gemma 2 and 3).
+    qkv_bias: q, k and v have a bias, and o has none, whatever `attention_bias` says.
+    by_layer_type: rotary frequencies differ between windowed and full layers.
+    partial_rotary: heads may be rotated in part.
+    capped: attention scores may be soft-capped.
+    experts: the spelling of a mixture in its config. stored: how layers are joined or named on disk.
+    """
+
+    gguf: str | None = None
+    interleaved: bool = False
+    gemma: bool = False
+    post_norms: bool = False
+    capped: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    by_layer_type: bool = False
+    partial_rotary: bool = False
+    experts: Literal["none", "mixtral", "qwen3"] = "none"
+    stored: Literal["apart", "joined", "mixtral"] = "apart"
+
+
+ARCHITECTURES = {
+    "llama": Architecture(gguf="LlamaForCausalLM", interleaved=True),
+    "mistral": Architecture(),
+    "mixtral": Architecture(experts="mixtral", stored="mixtral"),
+    "qwen2": Architecture(gguf="Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Architecture(gguf="Qwen3ForCausalLM", qk_norm=True),
+    "qwen3_moe": Architecture(qk_norm=True, experts="qwen3"),
+    "gemma": Architecture(gemma=True),
+    "gemma2": Architecture(gemma=True, post_norms=True, capped=True),
+    "gemma3_text": Architecture(gemma=True, post_norms=True, qk_norm=True, by_layer_type=True),
+    "phi3": Architecture(partial_rotary=True, stored="joined"),
+}
+
 FIX_CONFIG = "correct config.json, or download the model again"
-USE_SUPPORTED = "use a model of type " + ", ".join(SUPPORTED)
+USE_SUPPORTED = "use a model of type " + ", ".join(ARCHITECTURES)
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -72,7 +118,7 @@ def supported_type(config: Mapping[str, Any]) -> str:
     kind = str(config.get("model_type") or "")
     if not kind:
         raise SourceError("config.json", "does not name its model_type", USE_SUPPORTED)
-    if kind not in SUPPORTED:
+    if kind not in ARCHITECTURES:
         present = (what for field, what in _FIELDS.items() if config.get(field))
         missing = _TYPES.get(kind) or next(present, "a layer layout that qspec does not know")
         raise SourceError(f"model_type {kind!r}", f"is not supported: it needs {missing}", USE_SUPPORTED)
