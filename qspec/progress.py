@@ -1,15 +1,19 @@
 """What a person sees while a job runs (stages and bars on stderr), and what stays afterwards (`run.log`)."""
 
 from collections.abc import Iterable, Iterator
+import io
 import logging
 from pathlib import Path
 import sys
 import time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 T = TypeVar("T")
+
+HEARTBEAT = 30.0
+"""Seconds between lines on a loop where stderr is no terminal."""
 
 log = logging.getLogger("qspec")
 
@@ -17,7 +21,7 @@ log = logging.getLogger("qspec")
 class Progress:
     """Stages and bars on stderr; every stage and its seconds also go to the log. `quiet` leaves only the log.
 
-    Where stderr is no terminal, bars are left out and stage lines stay.
+    Where stderr is no terminal, a loop says now and then how far it is, in place of a bar.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -45,12 +49,32 @@ class Progress:
 
     def track(self, items: Iterable[T], stage: str, total: int | None = None, unit: str = "item") -> Iterator[T]:
         """Yield `items` under a bar of done / total, rate and time left; items that are text are shown as they run."""
-        hidden = True if self.quiet else None  # None: hidden where stderr is no terminal
-        with tqdm(items, desc=stage, total=total, unit=unit, leave=False, disable=hidden, file=sys.stderr) as bar:
+        terminal = sys.stderr.isatty()
+        title = stage if terminal or self._stage in (None, stage) else f"{self._stage}: {stage}"
+        with (tqdm if terminal else _Heartbeat)(
+            items, desc=title, total=total, unit=unit, leave=False, disable=self.quiet, file=sys.stderr
+        ) as bar:
             for item in bar:
                 if isinstance(item, str):
-                    bar.set_postfix_str(item)
+                    bar.set_postfix_str(item, refresh=terminal)
                 yield item
+
+
+class _Heartbeat(tqdm):  # type: ignore[misc]  # tqdm carries no types
+    """A bar as single lines, `HEARTBEAT` seconds apart: what runs, how much of it is done, how long the rest takes."""
+
+    def __init__(self, items: Iterable[T], **options: Any) -> None:
+        super().__init__(items, **options | {"file": io.StringIO()}, mininterval=HEARTBEAT, miniters=1)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Write a line; none before the first item is done, and none at the end, which the next stage tells."""
+        if msg is None and 0 < self.n != self.total:
+            done, spent = f"{self.n:,}", self.format_dict["elapsed"]
+            if self.total:
+                left = self.format_interval(spent * (self.total / self.n - 1))
+                done += f" of {self.total:,} ({self.n / self.total:.0%}), about {left} left"
+            tqdm.write(f"{self.desc}: {done}", file=sys.stderr)
+        return True
 
 
 def setup_log(file: str | Path) -> None:

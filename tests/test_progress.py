@@ -43,6 +43,24 @@ def test_track_on_a_terminal_shows_stage_item_and_total(monkeypatch):
     assert "model.layers.1" in shown
 
 
+def test_off_a_terminal_a_loop_says_how_far_it_is(monkeypatch, capsys):
+    """Would catch 24 minutes of silence in a log, lines without stage, share or time left, and a line per item."""
+    now = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    progress = Progress()
+    progress.stage("evaluate")
+    for _ in progress.track(range(100), "answering", 100):
+        now[0] += 10
+    for _ in progress.track((str(item) for item in range(7)), "steps"):  # how many is not known
+        now[0] += 10
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("evaluate: ")]
+    assert lines[0] == "evaluate: answering: 3 of 100 (3%), about 16:10 left"
+    assert lines[9] == "evaluate: answering: 30 of 100 (30%), about 11:40 left"
+    assert lines[33:] == ["evaluate: steps: 3", "evaluate: steps: 6"]
+    list(Progress(quiet=True).track(range(100), "answering", 100))
+    assert capsys.readouterr().err == ""
+
+
 def test_stages_say_their_time_once(capsys):
     """Would catch a stage that never ends, or ends twice."""
     progress = Progress()

@@ -124,9 +124,8 @@ def train(
         if rank == 0:
             _write_curve(folder, course)  # its writer may have been killed behind the checkpoint
     start, loss_sum, since = perf_counter() - course.seconds, 0.0, 0
-    batches = _batches(stages, course, spec, seed)
-    while course.step < course.total:
-        starts_T, data = next(batches)
+    steps = course.total - course.step
+    for starts_T, data in progress.track(_batches(stages, course, spec, seed), "steps", steps, "step"):
         rate = spec.rate * rate_at(course.step, course.first, course.total, spec.stage2_rate)
         optimizer.param_groups[0]["lr"] = rate
         loss_sum += _step(learner, optimizer, data, starts_T, spec)
