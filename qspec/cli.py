@@ -518,15 +518,19 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="A speed study of the pair; default: speed.json beside its results.json."),
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every table and chart, not a screenful.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable: findings, gates, tables.")] = False,
 ) -> int:
     """Show what a pair was measured to do, compare several, and gate on it.
 
+    A screenful: the verdict, one table, what did not pay, and what was not shown. The files of --out hold everything.
     Exit status 3: a gate was missed. A metric that is unknown or was not measured is an error (2), not a pass. Metrics:
     recovery, score, kl, top1, perplexity_ratio, speedup, speculation, alpha, tokens_per_step, lossless, tokens_s,
     ttft_ms; .low and .high ask for an end of the interval.
     """
     from qspec.provenance import require_writable
+    from qspec.report.document import brief
+    from qspec.report.files import pages
     from qspec.report.gate import MISSED
     from qspec.report.gated import gated
     from qspec.report.page import write
@@ -535,7 +539,8 @@ def report(
     if out is not None:
         require_writable(out)
     page, missed = gated(pairs, against, tuple(fail_if or ()), speed)
-    print(report_data.as_json(page) if as_json else report_text.render(page), end="")
+    shown = page if full else brief(page, pages(pairs))
+    print(report_data.as_json(page) if as_json else report_text.render(shown), end="")
     if out is not None:
         print(f"{write(page, out)}: written", file=sys.stderr)
     return MISSED if missed else 0

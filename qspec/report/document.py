@@ -1,7 +1,7 @@
 """A report as data: a title and blocks, from which HTML, Markdown, text, CSV and JSON take the same numbers."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from qspec.numerics.statistics.evidence import Evidence
@@ -16,7 +16,10 @@ TONES: dict[Tone, str] = {"good": "pass", "bad": "fail", "open": "undecided", "p
 
 @dataclass(frozen=True)
 class Heading:
+    """The title of a section; `brief`: whether the short form has it too."""
+
     text: str
+    brief: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,17 @@ class Document:
     subtitle: str
     blocks: tuple[Block, ...]
     lead: str = ""
+
+
+def brief(document: Document, files: Sequence[str]) -> Document:
+    """The short form: what is found, one table of it, what is proven and what not. files: where all of it lies."""
+    blocks: list[Block] = []
+    keep = False
+    for block in document.blocks:
+        keep = block.brief if isinstance(block, Heading) else keep
+        if isinstance(block, Finding) or (keep and not isinstance(block, Bars | Dots | Stack | Plot)):
+            blocks.append(block)
+    return replace(document, blocks=(*blocks, Details("All of it: --full, or", tuple(files), folded=False)))
 
 
 def compact(caption: str, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> Table:

@@ -35,6 +35,13 @@ def read_study(reference: Path) -> SpeedRows | None:
     return SpeedRows.read(place) if place.is_file() else None
 
 
+def pages(references: Sequence[Path]) -> list[str]:
+    """The reports that lie beside the results, as pages; the results themselves where there is none."""
+    places = [results_file(reference) for reference in references]
+    beside = [(place.with_name("report.html"), place) for place in places]
+    return [str(page if page.is_file() else place) for page, place in beside]
+
+
 def read_named(references: Sequence[Path]) -> dict[str, Results]:
     """Several by name; where two have one name, the paths tell them apart."""
     found = [read_results(reference) for reference in references]

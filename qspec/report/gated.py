@@ -43,4 +43,4 @@ def _gates(outcomes: Mapping[str, Sequence[Outcome]], against: Results | None) -
     over = f"recovery and speedup over {against.name}" if against else "recovery and speedup over the original"
     several = len(outcomes) > 1
     found = [sentence(o, name if several else "") for name, listed in outcomes.items() for o in listed]
-    return [Heading(f"Gates ({over})"), *sorted(found, key=lambda finding: finding.tone != "bad")]
+    return [Heading(f"Gates ({over})", brief=True), *sorted(found, key=lambda finding: finding.tone != "bad")]

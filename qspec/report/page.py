@@ -39,13 +39,13 @@ def document(results: Results, study: SpeedRows | None = None) -> Document:
     device, cpu = str(results.recipe.get("device", "")), results.environment.get("cpu", "")
     about = [str(results.recipe.get("description", "")), f"{device}: {cpu}" if device == "cpu" and cpu else device]
     needles = results.accuracy.needles
-    blocks: list[Block] = [Heading("Verdict"), *_mixed(results), *findings(results)]
+    blocks: list[Block] = [Heading("Verdict", brief=True), *_mixed(results), *findings(results)]
     if needles is not None:
         blocks.append(needle_finding(needles))
     if (glance := tiles(results)).tiles:
         blocks.append(glance)
     if against := [*negatives(results), *(lost_contexts(needles) if needles else [])]:
-        blocks += [Heading("What did not pay"), *against]
+        blocks += [Heading("What did not pay", brief=True), *against]
     blocks += accuracy_blocks(results.accuracy)
     if needles is not None:
         blocks += needle_blocks(needles)
@@ -83,7 +83,7 @@ def _limits(results: Results, study: SpeedRows | None) -> list[Block]:
         lines.append("Speed was measured with one request at a time; batches behave differently.")
     if not lines:
         return []
-    return [Heading("Limits"), Details("What these numbers do not show", tuple(lines), folded=False)]
+    return [Heading("Limits", brief=True), Details("What these numbers do not show", tuple(lines), folded=False)]
 
 
 def _unmeasured(results: Results) -> list[str]:

@@ -53,9 +53,9 @@ def comparison(pairs: Mapping[str, Results], studies: Mapping[str, SpeedRows] | 
     """The pairs as one document; the first is what the others are compared with. studies: of speed, by pair."""
     values = {name: {metric: _first(results, metric) for metric in COLUMNS} for name, results in pairs.items()}
     apart = _conditions(pairs)
-    blocks: list[Block] = [Heading("Verdict"), *apart, *(() if apart else _fronts(values))]
+    blocks: list[Block] = [Heading("Verdict", brief=True), *apart, *(() if apart else _fronts(values))]
     blocks += [Finding("plain", f"{name}: {lead(results)}", "pair") for name, results in pairs.items()]
-    blocks += [*_plots(values, ranked=not apart), _table(values)]
+    blocks += [_table(values), *_plots(values, ranked=not apart)]
     blocks += _paired(pairs)
     blocks += _proxies(values)
     blocks += [block for name, study in (studies or {}).items() for block in study_blocks(pairs[name], study, name)]

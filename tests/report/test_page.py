@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from qspec import cli
 from qspec.numerics.statistics.paired import geometric_mean
 from qspec.readable import Numeral, Range, number, percent, size
 from qspec.report import verdict
@@ -28,6 +29,28 @@ def _tone(results: Results, words: str) -> str:
     tones = [tone for text, tone in _findings(results).items() if words in text]
     assert len(tones) == 1, (words, list(_findings(results)))
     return tones[0]
+
+
+def test_a_terminal_gets_a_screenful(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Would catch 350 lines where the answer is asked for, a short form that leaves out a finding or a limit, and one
+    that does not say where the rest lies.
+    """
+    baseline = Path(__file__).resolve().parents[2] / "eval/baselines/smollm2-135m-int8-cpu.json"
+    assert cli.main(["report", str(baseline)]) == 0
+    short = capsys.readouterr().out
+    assert cli.main(["report", str(baseline), "--full"]) == 0
+    full = capsys.readouterr().out
+    assert len(short.splitlines()) < 60 < 300 < len(full.splitlines())
+    report(example(), tmp_path / "report")
+    assert cli.main(["report", str(tmp_path), "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"All of it: --full, or\n- {tmp_path}/report/report.html" in shown
+    words = " ".join(shown.split())
+    assert page["findings"]
+    assert all(" ".join(finding["text"].split()) in words for finding in page["findings"])
+    assert "What these numbers do not show" in shown
 
 
 def test_the_verdict_comes_first():

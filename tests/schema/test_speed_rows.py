@@ -46,7 +46,7 @@ def test_the_study_beside_a_pair_is_shown_in_all_forms(tmp_path: Path, capsys: C
     assert cli.main(["report", str(tmp_path)]) == 0
     assert HEADING not in capsys.readouterr().out
     (tmp_path / "report/speed.json").write_text(study().model_dump_json(), encoding="utf-8")
-    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert cli.main(["report", str(tmp_path), "--full", "--out", str(tmp_path / "out")]) == 0
     assert HEADING in capsys.readouterr().out
     page = json.loads((tmp_path / "out/report.json").read_text(encoding="utf-8"))
     (table,) = [t for t in page["tables"] if "peak memory, MB" in t["columns"]]
