@@ -10,6 +10,7 @@ from typing import Any
 from qspec.bridges.hub import HubStore, card_header
 from qspec.bridges.remote import FolderStore, Item
 from qspec.errors import IntegrityError, OutputError, PairError
+from qspec.measure.items import task_evidence
 from qspec.pair.check import check, measured, read_manifest, stale
 from qspec.provenance import drop_unnamed, require_space, sha256_file
 from qspec.report.verdict import blockers
@@ -185,8 +186,8 @@ def _tags(manifest: Manifest) -> list[str]:
 
 
 def _score(results: Results) -> dict[str, Any] | None:
-    """The quantized target's first task result."""
-    for task in results.accuracy.tasks:
+    """The quantized target's first task result that says something; guesses are no score to list a model by."""
+    for task in (task for task in results.accuracy.tasks if not task_evidence(task).open):
         dataset = _DATASETS.get(task.task, (task.task, task.task))
         return {
             "dataset_type": dataset[0],

@@ -17,6 +17,7 @@ from qspec.pair.open import open_pair
 from qspec.pair.package import package, seal
 from qspec.schema.manifest import NAME
 from qspec.schema.results import Accuracy, Equality, Measurement as M, Mismatch, Results, Speed
+from tests.example_results import example, task
 from tests.pairs import halves, recipe
 
 
@@ -223,6 +224,14 @@ def test_a_missed_gate_blocks_unless_the_card_says_so(tmp_path: Path) -> None:
     unmeasured = package(*halves(tmp_path / "again"), recipe(), tmp_path / "plain")
     with pytest.raises(PairError, match="nothing was measured"):
         stage.prepare(unmeasured, "there")
+
+
+def test_guesses_are_no_score_of_a_card() -> None:
+    """Would catch a score of two questions that guessing explains, by which the Hub lists the pair among others."""
+    guessed = task(0.1).model_copy(update={"original": task().original.model_copy(update={"value": 0.1})})
+    for tasks, score in (((task(0.3),), 0.3), ((guessed, task(0.3)), 0.3), ((guessed,), None)):
+        found = stage._score(example().model_copy(update={"accuracy": Accuracy(tasks=tasks)}))
+        assert (found and found["metric_value"]) == score
 
 
 def test_the_card_has_a_header_that_the_hub_reads(pair: Path) -> None:

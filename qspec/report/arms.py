@@ -8,6 +8,8 @@ from qspec.numerics.statistics.evidence import Evidence, of_ratio
 from qspec.numerics.statistics.paired import geometric_mean
 from qspec.schema.results import Acceptance, Ratio, Speed
 
+FEWEST = 4
+"""Prompts from which the fastest arm is named: two to choose it by, two to judge it by."""
 BROUGHT = 0.01
 """Tokens that drafts must add to a step before a speed can be theirs."""
 
@@ -92,7 +94,7 @@ class Fastest:
 
 
 def fastest(speed: Speed, temperature: float) -> Fastest | None:
-    """The arm to use at a temperature; None of a single arm, or of less than two prompts that all arms answered.
+    """The arm to use at a temperature; None of a single arm, or of less than `FEWEST` prompts that all arms answered.
 
     Arms whose drafts did nothing are left out: the plain arm of their target stands for them.
     """
@@ -103,7 +105,7 @@ def fastest(speed: Speed, temperature: float) -> Fastest | None:
     own, every = pair_arm(speed), {speed.arms[0].arm: dict.fromkeys(prompts, 1.0)} | found
     shared = sorted(set.intersection(*(set(values) for values in every.values())))
     arms = [arm for arm in every if arm == own or idle_drafts(speed, arm, temperature) is None]
-    if len(arms) < 2 or len(shared) < 2 or own not in every:
+    if len(arms) < 2 or len(shared) < FEWEST or own not in every:
         return None
     choosing, judging = shared[::2], shared[1::2]
     best = max(arms, key=lambda arm: geometric_mean([every[arm][prompt] for prompt in choosing])[0])

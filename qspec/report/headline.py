@@ -115,7 +115,8 @@ def _speed_tiles(speed: Speed) -> list[Tile]:
         found.append(_ratio_tile(speed, ratio))
     found += [_ratio_tile(speed, r) for r in drafting(speed) if r.arm == own][:1]
     for a in [a for a in speed.acceptance if (a.category, a.arm) == ("all", own)][:1]:
-        note = f"{sure(of_share(a.alpha.ci, a.prompts), 'prompts')}; {number(a.tokens_per_step)} tokens a step"
+        alpha = of_share(a.alpha.ci, a.prompts)
+        note = f"{alpha.brief if alpha.few else sure(alpha, 'prompts')}; {number(a.tokens_per_step)} tokens a step"
         found.append(Tile(f"Acceptance α, {a.arm}", number(a.alpha.value), note))
     if speed.equality:
         equal, n = sum(e.equal for e in speed.equality), sum(e.n for e in speed.equality)

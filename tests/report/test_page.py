@@ -120,6 +120,18 @@ def test_the_fastest_arm_is_named():
     assert _tone(slow, words) == "open"
 
 
+@pytest.mark.parametrize("prompts", [1, 2, 3])
+def test_few_prompts_name_no_fastest_arm(prompts: int):
+    """Would catch "fastest arm by 1 of the prompts"."""
+    found = speed()
+    ratios = tuple(
+        r.model_copy(update={"per_prompt": r.per_prompt[:prompts], "prompts": r.prompts[:prompts]})
+        for r in found.ratios
+    )
+    few = example().model_copy(update={"speed": found.model_copy(update={"ratios": ratios})})
+    assert not any("fastest arm" in text for text in _findings(few))
+
+
 def lucky(half: float, others: float, brought: float) -> Results:
     """The pair beside a lookup that is faster by `half` on the prompts that choose, and by `others` on the rest.
 
