@@ -107,3 +107,12 @@ def test_costs_between_and_behind_measured_ones() -> None:
     assert pass_cost(known, 13) == 5.5  # the mean slope, 3 / 8, goes on
     assert pass_cost({2: 3.0}, 1) == pass_cost({2: 3.0}, 9) == 3.0
     assert pass_cost({1: 3.0, 5: 1.0}, 9) == 1.0
+
+
+def test_the_longest_draft_is_tried_and_slopes_are_per_row() -> None:
+    """Catches a search that ends one short of its longest draft, and a slope over two rows taken from one."""
+    assert optimal_gamma(1.0, 0.0, 5) == 5
+    assert optimal_gamma(0.9, 0.0, 1) == 1
+    assert pass_cost({1: 1.0, 2: 1.5}, 4) == pytest.approx(2.5)
+    assert pass_cost({1: 1.0, 4: 2.5}, 6) == pytest.approx(3.5)
+    assert pass_cost({3: 2.0}, 9) == 2.0
