@@ -73,8 +73,8 @@ class Killer:
 class _Steps:
     """Counts the steps of this process, and ends it."""
 
-    def __init__(self, below: str, die_at: int | str | None, told: Any) -> None:
-        self.below, self.die_at, self.told, self.count, self.busy = below, die_at, told, 0, False
+    def __init__(self, below: str, die_at: int | str | None, log: Any) -> None:
+        self.below, self.die_at, self.log, self.count, self.busy = below, die_at, log, 0, False
 
     def is_last(self, step: str) -> bool:
         """Whether the process dies before this step."""
@@ -99,7 +99,7 @@ class _Steps:
             half()
             os.kill(os.getpid(), signal.SIGKILL)
         self.count += 1
-        os.write(self.told, f"{name}\n".encode())
+        os.write(self.log, f"{name}\n".encode())
 
 
 def _absolute(path: Any, folder: int) -> str | None:
@@ -128,7 +128,7 @@ def _tensors_too(steps: _Steps) -> None:
     safetensors.torch.save_file = saved
 
 
-def _child(job: dict[str, Any], told: int, output: Path) -> int:
+def _child(job: dict[str, Any], log: int, output: Path) -> int:
     """The command, with measurements of the test's own: they are no steps, and take long."""
     from qspec import pipeline
     from qspec.cli import main
@@ -141,7 +141,7 @@ def _child(job: dict[str, Any], told: int, output: Path) -> int:
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    steps = _Steps(job["below"], job["die_at"], told)
+    steps = _Steps(job["below"], job["die_at"], log)
     _tensors_too(steps)
     sys.addaudithook(steps.hear)
     return main(job["arguments"])
@@ -157,16 +157,16 @@ def _serve() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output, steps = Path(folder) / "output", Path(folder) / "steps"
         for line in sys.stdin:
-            told = os.open(steps, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            log = os.open(steps, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             process = os.fork()
             if process == 0:
                 status = 1
                 try:
-                    status = _child(json.loads(line), told, output)
+                    status = _child(json.loads(line), log, output)
                     sys.stdout.flush()
                 finally:
                     os._exit(status)
-            os.close(told)
+            os.close(log)
             code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
             ended = {"status": code, "steps": steps.read_text().splitlines(), "output": output.read_text()}
             print(json.dumps(ended), flush=True)

@@ -161,8 +161,8 @@ def _evaluate(pair: Path, folder: Path, text: str) -> int:
     path = folder / f"{text}.txt"
     path.write_text("\n\n".join([TEXT] * 12), encoding="utf-8")
     fidelity = json.dumps({"data": str(path), "windows": 2, "length": 32})
-    told = ["--keep", "--set", f"evaluation.fidelity={fidelity}", "--set", "evaluation.tasks=[]"]
-    return main(["evaluate", str(pair), *told, "--out", str(folder / f"of {text}")])
+    command = ["--keep", "--set", f"evaluation.fidelity={fidelity}", "--set", "evaluation.tasks=[]"]
+    return main(["evaluate", str(pair), *command, "--out", str(folder / f"of {text}")])
 
 
 def _bench(pair: Path, folder: Path, name: str) -> int:
@@ -192,9 +192,9 @@ def test_speed_says_nothing_of_a_changed_target_s_accuracy(whole: Path, tmp_path
     assert _evaluate(whole, tmp_path, "text") == 0
     assert main(["check", str(whole)]) == 0
     assert "stale" not in capsys.readouterr().out
-    found = measured(whole, read_manifest(whole))
-    assert found is not None
-    assert found.speed == Results.read(tmp_path / "again/results.json").speed
+    results = measured(whole, read_manifest(whole))
+    assert results is not None
+    assert results.speed == Results.read(tmp_path / "again/results.json").speed
 
 
 @pytest.mark.parametrize("half", ["draft", "target"])
@@ -204,20 +204,20 @@ def test_accuracy_that_is_measured_again_says_nothing_of_the_speed(half: str, wh
     assert _evaluate(whole, tmp_path, "other") == 0
     manifest = read_manifest(whole)
     assert manifest.lossless is None
-    found = measured(whole, manifest)
-    assert found is not None
-    names = [reason.partition(":")[0] for reason in stale(manifest, found)]
+    results = measured(whole, manifest)
+    assert results is not None
+    names = [reason.partition(":")[0] for reason in stale(manifest, results)]
     assert names == (["speed"] if half == "draft" else ["fidelity on text.txt, speed"])
-    assert [text.data for text in found.accuracy.texts] == ["other.txt", "text.txt"]
+    assert [text.data for text in results.accuracy.texts] == ["other.txt", "text.txt"]
     assert _publish(whole, tmp_path / "no") == 2
 
 
 def test_answers_of_what_may_be_another_model_are_not_kept(whole: Path, tmp_path: Path, capsys: Capture) -> None:
     """Would catch the score of any server at all, put into a pair as its own."""
-    told = ["evaluate", str(whole), "--keep", "--out", str(tmp_path / "new"), "--set", "evaluation.fidelity=null"]
+    command = ["evaluate", str(whole), "--keep", "--out", str(tmp_path / "new"), "--set", "evaluation.fidelity=null"]
     task = ["--set", "evaluation.tasks=[{name: gsm8k, limit: 1}]"]
     servers = ["--original", "http://127.0.0.1:9/v1", "--quantized", "http://127.0.0.1:9/v1"]
-    assert main([*told, *task, "--backend", "api", *servers]) == 2
+    assert main([*command, *task, "--backend", "api", *servers]) == 2
     assert "does not show that the server runs this pair's files; leave out --keep" in capsys.readouterr().err
-    assert main([*told, *task, "--backend", "vllm", "--", "--kv-cache-dtype", "auto"]) == 2
+    assert main([*command, *task, "--backend", "vllm", "--", "--kv-cache-dtype", "auto"]) == 2
     assert "is given by hand" in capsys.readouterr().err

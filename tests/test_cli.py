@@ -274,10 +274,10 @@ def test_nothing_is_written_into_a_pair(arguments: list[str], inside: str, tmp_p
     (tmp_path / "pair.json").touch()
     (tmp_path / "target").mkdir()
     assert cli.main([*arguments, str(tmp_path / inside)]) == 2
-    told = f"lies in a pair, {tmp_path.resolve()}; choose a place outside of it"
+    refusal = f"lies in a pair, {tmp_path.resolve()}; choose a place outside of it"
     if (arguments[0], inside) == ("pull", "."):  # it may be the very pair
-        told = "elsewhere/pair.json: is missing"
-    assert told in capsys.readouterr().err
+        refusal = "elsewhere/pair.json: is missing"
+    assert refusal in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"pair.json", "target"}
 
 

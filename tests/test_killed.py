@@ -36,9 +36,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pair that was measured."""
     folder = tmp_path_factory.mktemp("made")
     quantization = recipe().target.quantization.model_dump(mode="json")
-    asked = recipe(target={"model": str(folder / "source"), "quantization": quantization})
-    made = package(*halves(folder / "source"), asked, folder)
-    put(measured_of(made, asked), made, folder / "report")
+    of_source = recipe(target={"model": str(folder / "source"), "quantization": quantization})
+    made = package(*halves(folder / "source"), of_source, folder)
+    put(measured_of(made, of_source), made, folder / "report")
     return made
 
 
@@ -98,8 +98,8 @@ def test_a_pair_stays_whole_while_it_gets_new_measurements(
 
     def keep(copy: Path, die_at: int | str | None = None) -> Ended:
         copy = copy if copy.exists() else Path(shutil.copytree(pair, copy))
-        told = (verb, copy, "--keep", "--out", copy.parent / "out", *more)
-        return killer.run(*told, below=copy.parent, die_at=die_at)
+        command = (verb, copy, "--keep", "--out", copy.parent / "out", *more)
+        return killer.run(*command, below=copy.parent, die_at=die_at)
 
     critical = ("opened /pair/report/.pair.json", "rename /.out.partial")
     for moment in moments(lambda: keep(tmp_path / "whole/pair"), critical):
@@ -179,8 +179,8 @@ def test_a_quantized_checkpoint_appears_whole(killer: Killer, tmp_path: Path) ->
 
     def quantize(folder: Path, die_at: int | str | None = None) -> Ended:
         folder.mkdir(exist_ok=True)
-        told = ("quantize", model, "--set", calibration, "--set", "calibration.length=32", folder / "made")
-        return killer.run(*told, below=folder, die_at=die_at)
+        command = ("quantize", model, "--set", calibration, "--set", "calibration.length=32", folder / "made")
+        return killer.run(*command, below=folder, die_at=die_at)
 
     for moment in moments(lambda: quantize(tmp_path / "whole"), ("remove /.made.work/pieces/key.json",)):
         folder = tmp_path / "folder"

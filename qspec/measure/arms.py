@@ -154,7 +154,7 @@ def measure_accuracy(arms: Arms, work: Path, progress: Progress) -> Accuracy:
             compressed.write_float(target, part, compute_dtype(recipe.dtype))
     eos_ids = target.arch.eos_ids
     float_kv = None if arms.pair.model.plan.kv is None else arms.float_kv
-    found = evaluate(
+    accuracy = evaluate(
         arms.original,
         arms.pair.target,
         target.tokenizer,
@@ -164,7 +164,7 @@ def measure_accuracy(arms: Arms, work: Path, progress: Progress) -> Accuracy:
         eos_ids=eos_ids,
         float_kv=float_kv,
     )
-    return found.measured_on(provenance_of(arms.pair, draft=False))
+    return accuracy.measured_on(provenance_of(arms.pair, draft=False))
 
 
 def original_runs(arms: Arms) -> dict[str, Arm]:

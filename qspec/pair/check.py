@@ -249,11 +249,11 @@ def half_digests(manifest: Manifest, halves: Collection[str] = ("target", "draft
 
 def stale(manifest: Manifest, results: Results) -> list[str]:
     """Which measurements have to be made again, and why: halves or settings that changed since, each by its own."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, part in results.parts():
         for reason in changes(part.provenance, manifest):
-            found.setdefault(reason, []).append(name)
-    return [f"{', '.join(names)}: {reason}" for reason, names in found.items()]
+            names.setdefault(reason, []).append(name)
+    return [f"{', '.join(measured)}: {reason}" for reason, measured in names.items()]
 
 
 def changes(measured: Provenance | None, manifest: Manifest) -> list[str]:

@@ -104,8 +104,8 @@ def tidy(pair: Path) -> None:
 def _proof(speed: Mapping[str, Any]) -> dict[str, Any]:
     """What was found of the pair's losslessness, the switches that would end it, and the files that were run."""
     files = (speed.get("provenance") or {}).get("files")
-    found = {"equality": speed["equality"], "marginals": speed.get("marginals")}
-    return found | {"lossy_switches": SWITCHES, "files": files}
+    evidence = {"equality": speed["equality"], "marginals": speed.get("marginals")}
+    return evidence | {"lossy_switches": SWITCHES, "files": files}
 
 
 def stored_bytes(model: QuantizedModel, dtype: torch.dtype) -> int:

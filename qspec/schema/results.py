@@ -48,13 +48,13 @@ class Provenance(Record):
     environment: dict[str, str]
 
 
-class Part(Record):
+class Measured(Record):
     """A measurement that is made by itself, and made again by itself. `provenance` None: nobody has noted it."""
 
     provenance: Provenance | None = None
 
 
-P = TypeVar("P", bound=Part)
+M = TypeVar("M", bound=Measured)
 
 
 class Window(Record):
@@ -66,7 +66,7 @@ class Window(Record):
     agreement: float
 
 
-class Fidelity(Part):
+class Fidelity(Measured):
     """How close the quantized model is to the original on the same windows of held-out text."""
 
     original_perplexity: Measurement
@@ -117,7 +117,7 @@ class SubTask(Record):
     p_value: float | None = None
 
 
-class TaskResult(Part):
+class TaskResult(Measured):
     """A task on both arms, paired item by item.
 
     `p_value` is McNemar's exact test (None: items are not right or wrong); `detectable` is the smallest true
@@ -175,7 +175,7 @@ class Retrieval(Record):
     kv_nll: Measurement | None = None
 
 
-class Needles(Part):
+class Needles(Measured):
     """Numbers hidden in running text, by context length."""
 
     condition: dict[str, Scalar]
@@ -198,9 +198,9 @@ class Accuracy(Record):
         """Fidelity on all texts."""
         return (*((self.fidelity,) if self.fidelity else ()), *self.domains)
 
-    def parts(self) -> list[tuple[str, Part]]:
+    def parts(self) -> list[tuple[str, Measured]]:
         """Measurements, each with what people call it."""
-        named: list[tuple[str, Part]] = [(f"fidelity on {text.data}", text) for text in self.texts]
+        named: list[tuple[str, Measured]] = [(f"fidelity on {text.data}", text) for text in self.texts]
         if self.needles is not None:
             named.append(("needles", self.needles))
         return named + [(f"{task.task} ({task.backend})", task) for task in self.tasks]
@@ -208,7 +208,7 @@ class Accuracy(Record):
     def measured_on(self, provenance: Provenance) -> "Accuracy":
         """The same, with `provenance` on every part."""
 
-        def noted(part: P) -> P:
+        def noted(part: M) -> M:
             return part.model_copy(update={"provenance": provenance})
 
         return Accuracy(
@@ -413,7 +413,7 @@ class Marginals(Record):
     detectable: float | None = None
 
 
-class Speed(Part):
+class Speed(Measured):
     """What `bench` returns."""
 
     prompts: tuple[PromptFacts, ...] = ()
@@ -449,7 +449,7 @@ class Results(Record):
         """Files of before parts had a provenance name digests of all together, which say nothing of any of them."""
         return {k: v for k, v in data.items() if k != "digests"} if isinstance(data, dict) else data
 
-    def parts(self) -> list[tuple[str, Part]]:
+    def parts(self) -> list[tuple[str, Measured]]:
         """Measurements, each with what people call it: any can be out of date by itself."""
         return [*self.accuracy.parts(), *([("speed", self.speed)] if self.speed else [])]
 

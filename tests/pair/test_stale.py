@@ -104,9 +104,9 @@ def test_a_change_of_the_head_is_named(tmp_path: Path) -> None:
     speculator.write(head, tmp_path / "head")
     sizes = {"n_predict": 2, "inner_dim": 16, "shared": True}
     draft = {"kind": "mlp_speculator", "model": str(tmp_path / "head"), **sizes}
-    asked = Recipe.model_validate(recipe().as_dict() | {"draft": draft})
-    pair = package(halves(tmp_path / "source")[0], None, asked, tmp_path, tmp_path / "head")
-    results = measured_of(pair, asked)
+    made_for = Recipe.model_validate(recipe().as_dict() | {"draft": draft})
+    pair = package(halves(tmp_path / "source")[0], None, made_for, tmp_path, tmp_path / "head")
+    results = measured_of(pair, made_for)
     assert stale(read_manifest(pair), results) == []
     change(pair, "draft", "_scale", 1.5)
     assert stale(read_manifest(pair), results) == ["speed: draft/model.safetensors is not the file that was measured"]
@@ -114,9 +114,9 @@ def test_a_change_of_the_head_is_named(tmp_path: Path) -> None:
 
 def test_a_change_of_a_lookup_is_named(tmp_path: Path) -> None:
     """Would catch a speed with drafts of one length told of another, where a draft has no file that could change."""
-    asked = recipe("ngram")
-    pair = package(halves(tmp_path / "source")[0], None, asked, tmp_path)
-    fields = asked.as_dict()
+    made_for = recipe("ngram")
+    pair = package(halves(tmp_path / "source")[0], None, made_for, tmp_path)
+    fields = made_for.as_dict()
     fields["draft"]["max_ngram"] = 3
     before = measured_of(pair, Recipe.model_validate(fields))
     assert stale(read_manifest(pair), before) == ["speed: draft.max_ngram is not what was measured"]
