@@ -7,7 +7,7 @@ from qspec.errors import PairError
 from qspec.models.load import resolve_config, resolve_tokenizer
 from qspec.models.vocab import check_tokenizers, differing_parts
 from qspec.pair.check import read_manifest
-from qspec.planning.forecast import ALPHAS, gain
+from qspec.planning.forecast import gain
 from qspec.planning.planned import PlannedPair, resolve
 from qspec.planning.remarks import draft_findings, remarks, speed_findings
 from qspec.records import Tokenizer
@@ -80,7 +80,7 @@ def _tokenizer_findings(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Finding]
 
 def _prediction(pair: PlannedPair) -> Finding:
     """What the size ratio allows, unquantized."""
-    best = [gain(pair.duo, *pair.gammas, alpha) for alpha in ALPHAS]
+    best = [gain(pair.duo, *pair.gammas, alpha) for alpha in pair.duo.prior.alphas]
     told = ", ".join(f"{g.best_speedup:.2f}x at {g.alpha:g} (draft {g.best_gamma})" for g in best)
     c = pair.duo.cost_ratio()
     rule = f"predict {told} by assumed acceptance, on {pair.sheet.name}, neither of them quantized"

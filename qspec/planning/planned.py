@@ -15,7 +15,7 @@ from qspec.numerics.roofline import PassCost, prefill_seconds
 from qspec.pair.drafters.registry import kind_of
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.planning.duration import HalfCost, Step, settled, steps
-from qspec.planning.forecast import CONTEXT, Duo, rates
+from qspec.planning.forecast import CONTEXT, Duo, prior, rates
 from qspec.quantization.allocate import assumed_plan
 from qspec.quantization.rotate import prepared_arch
 from qspec.quantization.units import candidate_schemes
@@ -183,6 +183,7 @@ class PlannedPair:
             rates(self.sheet, self.target.schemes),
             rates(self.sheet, self.draft.schemes if self.draft is not None else {}),
             max_batch=max(1, self.capacity(CONTEXT) or 1),
+            prior=prior(kind_of(self.recipe.draft).measured_as, self.recipe.speculation.draft_length.policy),
         )
 
     @property

@@ -12,7 +12,7 @@ from qspec.pair.exports import exports, transformers_snippet, vllm_command
 from qspec.plan import KVPart, KVScheme, TensorScheme
 from qspec.planning import tune_space
 from qspec.planning.duration import basis
-from qspec.planning.forecast import ALPHAS, CONTEXT, gain
+from qspec.planning.forecast import BASELINE, CONTEXT, gain
 from qspec.planning.planned import PlannedHalf, PlannedPair, resolve
 from qspec.planning.remarks import remarks, time_findings
 from qspec.quantization.units import candidate_schemes
@@ -175,8 +175,9 @@ def _speed(pair: PlannedPair) -> dict[str, Any]:
     return {
         "basis": _speed_basis(pair),
         "cost_ratio_c": duo.cost_ratio(),
+        "prior": asdict(duo.prior),
         "quantization_alone": _quantization_gain(pair),
-        "speculation": [asdict(gain(duo, *pair.gammas, alpha)) for alpha in ALPHAS],
+        "speculation": [asdict(gain(duo, *pair.gammas, alpha)) for alpha in duo.prior.alphas],
         "target_step_ms": at and 1e3 * pass_seconds(duo.target, at, 1, CONTEXT, 1),
         "largest_batch": duo.max_batch,
         "free_rows": at and int(ridge_rows(duo.target, at)),
@@ -186,7 +187,7 @@ def _speed(pair: PlannedPair) -> dict[str, Any]:
 
 def _speed_basis(pair: PlannedPair) -> str:
     if pair.duo.target_rates is None:
-        return "c is a ratio of bytes read per step, verification taken as free: an upper bound; `run` measures both"
+        return f"c is a ratio of bytes read per step, verified rows cost as in {BASELINE}; `run` measures both"
     return f"floors from bytes and operations on the data sheet, context {CONTEXT}, no launch overhead: an upper bound"
 
 

@@ -30,7 +30,7 @@ def _halves(view: View) -> Iterator[str]:
 
 def _half(name: str, half: View) -> Iterator[str]:
     if "model" not in half:
-        yield f"{name:<7} {half['kind']}: no weights, drafting is free"
+        yield f"{name:<7} {half['kind']}: no weights"
         return
     kind = f"{half['kind']}: " if "kind" in half else ""
     layers = f", {half['decoder_layers']} decoder layers" if "decoder_layers" in half else ""
@@ -92,16 +92,19 @@ def _row(label: str, values: list[int | None]) -> str:
 
 def _speed(view: View) -> Iterator[str]:
     speed = view["speed"]
-    yield "predicted speed, batch 1 (acceptance assumed, not measured)"
+    prior = speed["prior"]
+    yield "predicted speed, batch 1 (assumed, not measured here)"
+    yield f"  drafts: {prior['source']}"
     yield f"  basis: {speed['basis']}"
     yield f"  quantization alone: {speed['quantization_alone']:.2f}x the original"
     yield f"  a draft step costs c = {speed['cost_ratio_c']:.3f} of a target step"
     if speed["target_step_ms"] is not None:
         rows = f"{speed['free_rows']} rows per pass are free" if speed["free_rows"] > 1 else "no second row is free"
         yield f"  target step at least {speed['target_step_ms']:.2f} ms; {rows}"
+    share = f" in {prior['share']:.0%} of the steps" if prior["share"] < 1 else ""
     for gain in speed["speculation"]:
         yield (
-            f"  alpha {gain['alpha']} assumed: {gain['tokens_per_step']:.2f} tokens per step, "
+            f"  alpha {gain['alpha']} assumed{share}: {gain['tokens_per_step']:.2f} tokens per step, "
             f"{gain['speedup']:.2f}x at k = {gain['gamma']}; {_best(gain)}; {_batch(gain, speed)}"
         )
 

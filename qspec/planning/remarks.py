@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from qspec.bridges.text import data_names, where_from
 from qspec.pair.drafters.registry import kind_of
 from qspec.planning.duration import questions
-from qspec.planning.forecast import ALPHAS, gain
+from qspec.planning.forecast import gain
 from qspec.planning.idle import idle_findings
 from qspec.planning.planned import MOST_PADDING, PlannedHalf, PlannedPair
 from qspec.planning.preview_text import duration
@@ -140,9 +140,9 @@ def _budget_findings(pair: PlannedPair) -> Iterator[Finding]:
 def speed_findings(pair: PlannedPair) -> Iterator[Finding]:
     """A draft that is not expected to pay."""
     duo = pair.duo
-    best = gain(duo, *pair.gammas, ALPHAS[-1])
+    best = gain(duo, *pair.gammas, duo.prior.alphas[-1])
     if best.best_speedup < 1.05:
         value = f"drafting with kind: {pair.recipe.draft.kind}"
         rule = f"predicts {best.speedup:.2f}x at an assumed acceptance of {best.alpha} and c = {duo.cost_ratio():.2f}"
-        fix = "use a smaller or lower-precision draft, or kind: ngram, which drafts for free"
+        fix = "use a smaller or lower-precision draft, or kind: suffix, which reads no weights"
         yield Finding("warning", value, rule, fix)

@@ -1,16 +1,20 @@
 """Predictions against published floors and the limits of the formula."""
 
 from dataclasses import replace
+import json
 
 import pytest
 
+from qspec.eval_files import eval_dir
 from qspec.models.load import resolve_arch
 from qspec.numerics.quantization.formats import FP8_E4M3
 from qspec.numerics.roofline import pass_seconds, prefill_seconds
+from qspec.pair.drafters.registry import kind_of
 from qspec.plan import KVScheme
-from qspec.planning.forecast import Duo, gain, rates
+from qspec.planning.forecast import ALPHAS, Duo, gain, prior, rates
 from qspec.schema.devices import read_device
 from qspec.schema.quantization import ModelSpec, QuantSpec
+from qspec.schema.recipe import Recipe
 from qspec.schemes.build import build_plan, resolve_plan
 from qspec.schemes.footprint import Footprint, footprint
 
@@ -79,6 +83,47 @@ def test_free_drafts_cost_verification_only():
     """Would catch a cost for n-gram drafts: with c = 0 and free rows the speedup is the tokens per step."""
     found = gain(duo((EIGHT, "FP8_DYNAMIC"), None), 4, 8, 0.8)
     assert found.speedup == pytest.approx(found.tokens_per_step, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("draft", "policy"),
+    [
+        ({"kind": "ngram"}, "heuristic"),
+        ({"kind": "suffix"}, "fixed"),
+        ({"kind": "suffix"}, "optimal"),
+        ({"kind": "self"}, "fixed"),
+        ({"kind": "mlp_speculator", "model": "package:qspec/weights/smollm2-135m-mlp"}, "fixed"),
+        ({"kind": "mlp_speculator", "model": "package:qspec/weights/smollm2-135m-mlp", "lookup": "suffix"}, "optimal"),
+    ],
+)
+def test_plans_predict_what_such_drafts_were_measured_to_gain(draft: dict, policy: str):
+    """Would catch 4.89x predicted for suffixes that gain 1.2x: acceptance of a model, in every step, at no cost."""
+    own = kind_of(Recipe.model_validate({"name": "t", "target": {"model": "m"}, "draft": draft}).draft).measured_as
+    known = prior(own, policy)
+    rows = json.loads((eval_dir() / "baselines/spec_bench.json").read_text())["rows"]
+    kind = "optimal" if policy == "optimal" else "fixed 4"
+    same = [r for r in rows if (r["drafter"], r["policy"], r["category"]) == (own, kind, "all")]
+    row = max(same, key=lambda r: r["n"])
+    assert known.c > 0
+    assert f"{row['n']} Spec-Bench prompts" in known.source
+    assert "eval/baselines/spec_bench.json" in known.source
+    small = Duo(half(ONE, "W8A8").cost, half(ONE, "W4A16").cost if draft["kind"] == "self" else None, None, None)
+    drafted = round(row["drafted_per_step"] / (1 - row["idle_share"]))
+    found = gain(replace(small, prior=known), drafted, 16, known.alphas[0])
+    assert found.speedup == pytest.approx(row["speedup"], rel=0.1)  # drafts end early, and by position acceptance falls
+    assert found.best_speedup < 1.45
+
+
+def test_drafts_that_nobody_measured_are_assumed_and_verification_is_not_free():
+    """Would catch a prediction that names no assumption, and rows of a pass that cost nothing on a CPU."""
+    unknown = prior("", "heuristic")
+    assert unknown.alphas == ALPHAS
+    assert "assumed" in unknown.source
+    blind = Duo(half(EIGHT, "W8A8").cost, half(ONE, "W8A8").cost, None, None, prior=unknown)
+    assert blind.verify_cost()(5) > 1.2
+    truncated = {"kind": "self", "layers": 4}
+    spec = Recipe.model_validate({"name": "t", "target": {"model": "m"}, "draft": truncated}).draft
+    assert kind_of(spec).measured_as == ""  # a copy of all layers says nothing of one with four
 
 
 def test_verification_stops_being_free_at_large_batches():

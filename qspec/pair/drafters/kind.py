@@ -69,6 +69,11 @@ class DraftKind(Generic[S]):
     def __init__(self, spec: S) -> None:
         self.spec = spec
 
+    @property
+    def measured_as(self) -> str:
+        """Its name in `eval/baselines/spec_bench.json`, if such drafts were measured."""
+        return ""
+
     # what it is made of
 
     @property

@@ -19,6 +19,10 @@ L = TypeVar("L", NgramDraft, SuffixDraft)
 class LookupKind(DraftKind[L], Generic[L]):
     """A draft without weights."""
 
+    @property
+    def measured_as(self) -> str:
+        return self.spec.kind
+
     def settings(self) -> dict[str, Any]:
         return {self.spec.kind: self.spec.model_dump(mode="json", exclude={"kind"})}
 

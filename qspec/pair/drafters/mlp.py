@@ -27,6 +27,10 @@ class Mlp(DraftKind[MlpDraft]):
 
     of = MlpDraft
 
+    @property
+    def measured_as(self) -> str:
+        return "mlp + suffix" if self.spec.lookup == "suffix" else "mlp"
+
     def require_files(self, target: ArchMap) -> Path:
         return head_folder(self.spec, target)
 

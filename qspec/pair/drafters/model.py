@@ -153,6 +153,12 @@ class SelfCopy(ModelKind[SelfDraft]):
 
     of = SelfDraft
 
+    @property
+    def measured_as(self) -> str:
+        if self.spec.layers is not None or self.spec.quantization.scheme != "W4A16":
+            return ""
+        return "self w4 + suffix" if self.spec.lookup == "suffix" else "self w4"
+
     def original(self, target: LoadedModel) -> LoadedModel:
         return target if self.spec.layers is None else truncate_layers(target, self.spec.layers)
 
