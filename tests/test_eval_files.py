@@ -13,6 +13,7 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
     "meta-llama/Meta-Llama-3-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-2-13b-chat-hf": 13_015_864_320,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
