@@ -132,7 +132,7 @@ def _by_vllm(job: Job) -> list[TaskResult]:
     model = load_original(recipe.target, read_manifest(job.pair).target)
     compressed.write_float(model, original, compute_dtype(recipe.dtype))
     jobs = {
-        "original": original_serving(original, recipe, context, job.more),
+        "original": original_serving(original, recipe, arch, context, job.more),
         "quantized": serving(job.pair, draft=False, more=["--max-model-len", str(context), *job.more]),
     }
     with started(job.python, jobs, context) as servers:

