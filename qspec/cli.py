@@ -669,6 +669,10 @@ def publish(
         bool, typer.Option("--dry-run", help="List every byte and show the card; write nothing.")
     ] = False,
     license: Annotated[str | None, typer.Option(metavar="ID", help="For the card, for example apache-2.0.")] = None,
+    base_model: Annotated[
+        str,
+        typer.Option(metavar="ID", help="For the card, as org/name: the target's origin; default: the recipe's."),
+    ] = "",
     despite: Annotated[
         str | None, typer.Option(metavar="REASON", help="Publish although a gate failed; the card says it and why.")
     ] = None,
@@ -681,7 +685,7 @@ def publish(
     """
     from qspec import publish as stage
 
-    publication = stage.prepare(pair, to, license, despite)
+    publication = stage.prepare(pair, to, license, despite, base_model)
     if dry_run:
         for item in publication.items:
             print(f"{item.size:>15,} {item.name}")

@@ -13,8 +13,12 @@ from qspec.errors import IntegrityError, OutputError, PairError
 from qspec.measure.items import task_evidence
 from qspec.pair.check import check, measured, read_manifest, stale
 from qspec.provenance import drop_unnamed, require_space, sha256_file
+from qspec.readable import number
+from qspec.report.document import Block, Details, Document, Paragraph, Table, compact
+from qspec.report.headline import lead, tiles
+from qspec.report.render import markdown as report_markdown
 from qspec.report.verdict import blockers
-from qspec.schema.manifest import NAME, REPORT, FileEntry, Half, Manifest
+from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
 from qspec.schema.results import Results
 
 CARD = "README.md"
@@ -28,31 +32,31 @@ Told = Callable[[str], object]
 
 
 def card(
-    manifest: Manifest, results: Results | None, report: str, address: str, license: str | None, override: str | None
+    manifest: Manifest, results: Results | None, address: str, license: str | None, override: str | None, base: str = ""
 ) -> str:
-    """Markdown. report: of the pair, in Markdown; override: why it is published although something speaks against it.
+    """Markdown, about a screen: the rest is behind links to the report and the manifest, which go with it.
 
-    license: an identifier of the Hub's; None leaves it out, which the card then says.
+    license, base: identifiers of the Hub's, of a licence and of the model that the target was made from. override: why
+    the pair is published although something speaks against it.
     """
+    known = [base] if base else _base_models(manifest)
     header = card_header(
         manifest.name,
         None if results is None else _score(results),
-        base_model=_base_models(manifest) or None,
-        base_model_relation="quantized" if _base_models(manifest) else None,
+        base_model=known or None,
+        base_model_relation="quantized" if known else None,
         license=license,
         library_name="qspec",
         pipeline_tag="text-generation",
         tags=_tags(manifest),
     )
     warning = f"> **Published although a gate failed:** {override}\n\n" if override else ""
-    parts = [
-        f"{header}\n# {manifest.name}\n\n{warning}{_introduction(manifest)}",
-        f"## Use\n\n{_use(manifest, address)}",
-        f"## What is inside\n\n{_halves(manifest)}",
-        _served(manifest),
-        _report(report),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    blocks: list[Block] = [Details("Use", tuple(_use(manifest, address)), code=True), _halves(manifest)]
+    if results is not None and (glance := tiles(results)).tiles:
+        blocks.append(glance)
+    answer = "Nothing was measured." if results is None else lead(results)
+    page = Document(manifest.name, _introduction(manifest), (*blocks, Paragraph(_served(manifest))), answer)
+    return f"{header}\n{warning}{report_markdown.render(page)}\n{_links(manifest)}\n"
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,16 @@ class Publication:
         return sum(item.size for item in self.items)
 
 
-def prepare(pair: Path, to: str, license: str | None = None, override: str | None = None) -> Publication:
+def prepare(
+    pair: Path, to: str, license: str | None = None, override: str | None = None, base: str = ""
+) -> Publication:
     """Check a pair and its gates, and write its card. Raises `IntegrityError` or, for a missed gate, `PairError`.
 
-    override: the reason why a pair is published although a gate failed; the card says it.
+    override: the reason why a pair is published although a gate failed; the card says it. base: Hub id of the model
+    that the target was made from, where neither the recipe nor the model's own name is one.
     """
+    if base and not _HUB_ID.fullmatch(base):
+        raise OutputError(f"--base-model {base}", "is no Hub id", "give org/name")
     if "://" not in to and Path(to).resolve().is_relative_to(pair.resolve()):
         raise OutputError(to, f"lies in the pair, {pair}", "publish it elsewhere")
     check(pair)
@@ -84,9 +93,7 @@ def prepare(pair: Path, to: str, license: str | None = None, override: str | Non
         fix = 'mend it, or publish in spite of it: --despite "the reason", which the card will say'
         raise PairError(str(pair), f"is not to be published: {'; '.join(against)}", fix)
     told = f"{override} ({'; '.join(against)})" if against and override else None
-    report = pair / (manifest.report or REPORT) / "report.md"
-    text = report.read_text(encoding="utf-8") if report.exists() else ""
-    readme = card(manifest, results, text, to, license, told)
+    readme = card(manifest, results, to, license, told, base)
     items = [Item(entry.path, pair / entry.path) for entry in manifest.files]
     identity = hashlib.sha256((pair / NAME).read_bytes()).hexdigest()
     return Publication((*items, Item(CARD, readme.encode()), Item(NAME, pair / NAME)), readme, identity)
@@ -175,8 +182,9 @@ _DATASETS = {"mmlu_pro": ("TIGER-Lab/MMLU-Pro", "MMLU-Pro"), "gsm8k": ("openai/g
 
 
 def _base_models(manifest: Manifest) -> list[str]:
-    """Sources that the Hub knows, once each; a file or a package is none."""
-    named = [half.source.get("model", "") for half in (manifest.target, manifest.draft)]
+    """What the halves were made from, as the Hub knows it, once each; a file or a package is nothing that it knows."""
+    own = (manifest.recipe.get("target") or {}).get("base_model") or manifest.target.source.get("model", "")
+    named = [own, manifest.draft.source.get("model", "")]
     return list(dict.fromkeys(name for name in named if _HUB_ID.fullmatch(name)))
 
 
@@ -204,10 +212,16 @@ def _introduction(manifest: Manifest) -> str:
     drafts = f"a draft ({_schemes(draft)})" if draft.folder else f"drafts by {draft.kind} lookup"
     where = manifest.validity
     return (
-        f"A speculative pair: {target.source.get('model', 'a model')} quantized ({_schemes(target)}), with {drafts}. "
-        f"Made by qspec for device `{where.device}`, contexts up to {where.max_length:,} tokens. Drafting changes the "
-        f"speed, not the law that tokens follow."
+        f"A speculative pair: {_name(target)} quantized ({_schemes(target)}), with {drafts}. Made by qspec for device "
+        f"{where.device}, contexts up to {where.max_length:,} tokens. Drafts change its speed, not the distribution of "
+        "its tokens."
     )
+
+
+def _name(half: Half) -> str:
+    """What a half was made from, without the folders of whoever made it."""
+    model = half.source.get("model", half.kind)
+    return model if _HUB_ID.fullmatch(model) or model.startswith("package:") else Path(model).name
 
 
 def _schemes(half: Half) -> str:
@@ -215,37 +229,43 @@ def _schemes(half: Half) -> str:
     return ", ".join(named) or "not quantized"
 
 
-def _use(manifest: Manifest, address: str) -> str:
+def _use(manifest: Manifest, address: str) -> list[str]:
+    """Commands; a folder on the disk of whoever publishes is nobody else's address."""
+    there = "://" in address and not address.startswith(("file:", "local:"))
     lines = [
-        f"qspec pull {address} pair",
-        "qspec check pair",
+        f"qspec pull {address} pair" if there else "qspec pull FOLDER pair     # FOLDER holds this file",
         'qspec generate pair "Why is the sky blue?"',
         "qspec serve pair --engine qspec",
     ]
     command = manifest.speculation.get("vllm_command")
-    if manifest.exportable and command:
-        lines.append(str(command))
-    return "```bash\n" + "\n".join(lines) + "\n```" + (f"\n\nvLLM: {manifest.reason}" if manifest.reason else "")
+    return [*lines, str(command)] if manifest.exportable and command else lines
 
 
-def _halves(manifest: Manifest) -> str:
-    rows = ["| part | source | revision | formats | MB |", "|---|---|---|---|---|"]
-    for name, half in (("target", manifest.target), ("draft", manifest.draft)):
-        size = sum(entry.bytes for entry in manifest.files if half.folder and entry.path.startswith(f"{half.folder}/"))
-        source, revision = half.source.get("model", half.kind), half.source.get("revision", "")
-        rows.append(f"| {name} | {source} | {revision} | {_schemes(half)} | {size / 1e6:,.1f} |")
-    return "\n".join(rows)
+def _halves(manifest: Manifest) -> Table:
+    halves = (("target", manifest.target), ("draft", manifest.draft))
+    columns = ("", "made from", "revision", "formats", "MB")
+    return compact("What is inside", columns, tuple(_half_row(manifest, name, half) for name, half in halves))
+
+
+def _half_row(manifest: Manifest, name: str, half: Half) -> tuple[str, ...]:
+    inside = (entry.bytes for entry in manifest.files if half.folder and entry.path.startswith(f"{half.folder}/"))
+    return name, _name(half), half.source.get("revision", ""), _schemes(half), number(sum(inside) / 1e6)
 
 
 def _served(manifest: Manifest) -> str:
-    if not manifest.served_by:
-        return ""
-    rows = ["| runtime | part | served | how, or why not |", "|---|---|---|---|"]
-    rows += [f"| {s.runtime} | {s.part} | {'yes' if s.served else 'no'} | {s.detail} |" for s in manifest.served_by]
-    return "## Who serves it\n\n" + "\n".join(rows)
+    """Who serves which part, in a sentence; why not stands in the manifest."""
+    parts: dict[str, list[str]] = {}
+    for served in manifest.served_by:
+        parts.setdefault(served.runtime, []).append(f"{served.part} {'yes' if served.served else 'no'}")
+    others = "".join(f"; by {runtime}: {', '.join(found)}" for runtime, found in parts.items())
+    reason = f" vLLM: {manifest.reason}." if manifest.reason else ""
+    return f"Served by qspec's own engine{others}.{reason}"
 
 
-def _report(report: str) -> str:
-    """The report with its headings one level lower, so that the card keeps one title."""
-    lowered = re.sub(r"^(#+ )", r"#\1", report.strip(), flags=re.MULTILINE)
-    return lowered or "Nothing was measured."
+def _links(manifest: Manifest) -> str:
+    """To the files that go with the card and hold the rest."""
+    more = f"How it was made, every digest, and why a runtime does not serve a part: [{NAME}]({NAME})."
+    if manifest.report is None:
+        return more
+    page = f"{manifest.report}/report.md"
+    return f"All measurements, their conditions and what they do not show: [{page}]({page}). {more}"

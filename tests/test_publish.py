@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 import os
 from pathlib import Path
+import re
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ import yaml
 from qspec import publish as stage
 from qspec.bridges.remote import MARKER, PART, FolderStore
 from qspec.cli import main
-from qspec.errors import IntegrityError, OutputError, PairError, SourceError
+from qspec.errors import IntegrityError, OutputError, PairError, RecipeError, SourceError
 from qspec.pair.check import check, provenance, read_manifest
 from qspec.pair.open import open_pair
 from qspec.pair.package import package, seal
 from qspec.schema.manifest import NAME
-from qspec.schema.results import Accuracy, Equality, Measurement as M, Mismatch, Results, Speed
-from tests.example_results import example, task
+from qspec.schema.recipe import Recipe
+from qspec.schema.results import Accuracy, Equality, Mismatch, Results
+from tests.example_results import example, speed, task
 from tests.pairs import halves, recipe
 
 
@@ -26,10 +28,9 @@ def _results(pair: Path, *, lossless: bool = True) -> Results:
     equality = Equality(arm="a + draft", baseline="a", n=1, equal=0, mismatches=(wrong,))
     if lossless:
         equality = Equality(arm="a + draft", baseline="a", n=1, equal=1)
-    read = M(metric="memory read", value=1e9, unit="B/s", n=1)
     of = provenance(read_manifest(pair), recipe(), draft=True)
-    speed = Speed(provenance=of, arms=(), ratios=(), equality=(equality,), bandwidth=read)
-    return Results(name="p", recipe=recipe().as_dict(), environment={}, accuracy=Accuracy(), speed=speed)
+    timed = speed().model_copy(update={"provenance": of, "equality": (equality,)})
+    return Results(name="p", recipe=recipe().as_dict(), environment={}, accuracy=Accuracy(), speed=timed)
 
 
 def _pair(folder: Path, *, lossless: bool = True) -> Path:
@@ -243,7 +244,39 @@ def test_the_card_has_a_header_that_the_hub_reads(pair: Path) -> None:
     assert {"speculative-decoding", "w8a8", "w4a16"} <= set(header["tags"])
     assert "base_model" not in header  # the halves were made in a folder
     assert "qspec pull hf://org/name pair" in publication.card
-    assert "## Report" in publication.card
+    known = stage.prepare(pair, "hf://org/name", base="HuggingFaceTB/SmolLM2-135M-Instruct")
+    header = yaml.safe_load(known.card.split("---")[1])
+    assert header["base_model"] == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    assert header["base_model_relation"] == "quantized"
+    with pytest.raises(OutputError, match="--base-model /a/b: is no Hub id"):
+        stage.prepare(pair, "hf://org/name", base="/a/b")
+
+
+def test_a_recipe_names_the_base_of_its_files() -> None:
+    """Would catch a pair of a GGUF file that nobody finds under the model which it was made from."""
+    for name in ("smollm2-135m-int8-cpu", "smollm2-135m-self-cpu"):
+        read = Recipe.read(Path(__file__).parents[1] / "recipes" / f"{name}.yaml")
+        assert read.target.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    fields = {"name": "t", "target": {"model": "a.gguf", "base_model": "../a"}, "draft": {"kind": "ngram"}}
+    with pytest.raises(RecipeError, match=r"target\.base_model"):
+        Recipe.of(fields, (), "t.yaml")
+
+
+def test_the_card_is_a_screen_and_links_the_rest(pair: Path, tmp_path: Path) -> None:
+    """Would catch a card of 20 kB, a link to what is not published, and a path of the machine that it was made on."""
+    publication = stage.prepare(pair, str(tmp_path / "there"))
+    body = publication.card.split("---\n", 2)[2]
+    assert len(publication.card) < 5000
+    assert len(body.splitlines()) < 50
+    assert str(tmp_path) not in publication.card
+    assert str(pair.parent) not in publication.card
+    assert "qspec pull FOLDER pair" in body
+    assert "At a glance" in body
+    links = re.findall(r"\]\(([^)]+)\)", body)
+    assert links
+    assert set(links) <= {item.name for item in publication.items}
+    bucket = stage.prepare(pair, "s3://bucket/pair").card
+    assert "qspec pull s3://bucket/pair pair" in bucket
 
 
 def test_the_hub_gets_one_commit(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,9 +291,10 @@ class ModelSpec(Strict):
     """A model and its quantization.
 
     `model`: Hub id, local folder, `*.gguf` file, or `package:<import name>/<file>` for weights that an installed
-    Python package carries.
+    Python package carries. `base_model`: the Hub id of what lies in a file, folder or package, for a published card.
     """
 
     model: str = Field(min_length=1)
     revision: str | None = None
+    base_model: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
     quantization: QuantSpec = QuantSpec()
