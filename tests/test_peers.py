@@ -30,7 +30,7 @@ from qspec.numerics.quantization.affine import quantize_matrix, quantize_weight
 from qspec.numerics.quantization.blocks import PerChannel, PerTensor
 from qspec.numerics.quantization.formats import FP8_E4M3, INT4, SCALE_FLOOR
 from qspec.numerics.statistics.fidelity import kl_divergence
-from qspec.pair.check import lint, overridden, read_manifest, stale
+from qspec.pair.check import lint, overridden, provenance, read_manifest, stale
 from qspec.pair.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
 from qspec.pair.package import package
 from qspec.plan import KVScheme, QuantPlan
@@ -51,7 +51,7 @@ from qspec.schema.devices import read_device
 from qspec.schema.manifest import Half, Manifest, TokenizerInfo, Validity
 from qspec.schema.quantization import KVSpec, ModelSpec, QuantSpec, RuleSpec, SmoothingSpec
 from qspec.schema.recipe import CalibrationSpec, DataSpec, FusionSpec, Recipe, TaskSpec
-from qspec.schema.results import Equality, Mismatch, Results
+from qspec.schema.results import Equality, Measurement, Mismatch, Results, Speed
 from qspec.schemes.build import build_plan, validate_plan
 from qspec.schemes.device_rules import device_findings
 from qspec.speculation.length import policies as draft_length
@@ -627,10 +627,13 @@ def test_T44_e5m2_kv_is_off_by_default_and_refused_on_gpus() -> None:
 
 def test_T45_acceptance_is_asked_for_again_when_a_cache_changes() -> None:
     """FP8 KV lowered acceptance by 13 %, and the number of the cache before it stayed in the documents."""
-    plain, fp8 = (a_recipe("cpu", {"kv": kv}).as_dict() for kv in (None, FP8_KV))
-    results = Results(name="t", recipe=plain, environment={})
-    assert stale(_manifest(fp8), results) == ["target.quantization.kv is not what was measured"]
-    assert stale(_manifest(plain), results) == []
+    plain, fp8 = (a_recipe("cpu", {"kv": kv}) for kv in (None, FP8_KV))
+    before = _manifest(plain.as_dict())
+    read = Measurement(metric="memory read", value=1e9, unit="B/s", n=1)
+    speed = Speed(provenance=provenance(before, plain, draft=True), arms=(), ratios=(), bandwidth=read)
+    results = Results(name="t", recipe=plain.as_dict(), environment={}, speed=speed)
+    assert stale(_manifest(fp8.as_dict()), results) == ["speed: target.quantization.kv is not what was measured"]
+    assert stale(before, results) == []
     assert overridden(["--kv-cache-dtype", "fp8"])
 
 
