@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from qspec.schema.recipe import Recipe
 
 __version__ = "0.1.0"
-__all__ = ["check", "load_pair", "quantize", "read_recipe", "run"]
+__all__ = ["check", "load_pair", "obstacles", "quantize", "read_recipe", "run"]
 
 
 def read_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> "Recipe":
@@ -30,15 +30,26 @@ def read_recipe(path: str | Path, overrides: tuple[str, ...] = ()) -> "Recipe":
     return Recipe.read(path, overrides)
 
 
-def run(recipe: "Recipe | str | Path", out: str | Path, resume: bool = False, long: bool = False) -> Path:
+def run(
+    recipe: "Recipe | str | Path", out: str | Path, resume: bool = False, long: bool = False, despite: str = ""
+) -> Path:
     """Run the main job of a recipe in the folder `out`; returns the pair's folder. Raises `qspec.errors.QspecError`.
 
-    long: whether it may start although its estimate is above `budget.minutes`, a day by default.
+    long: whether it may start although its estimate is above `budget.minutes`, a day by default. Ask `obstacles`
+    whether the pair is ready. despite: why one that is not is to be used all the same.
     """
     from qspec import pipeline
     from qspec.schema.recipe import Recipe
 
-    return pipeline.run(recipe if isinstance(recipe, Recipe) else Recipe.read(recipe), out, resume, long=long)
+    job = recipe if isinstance(recipe, Recipe) else Recipe.read(recipe)
+    return pipeline.run(job, out, resume, long=long, despite=despite)
+
+
+def obstacles(folder: str | Path) -> list[str]:
+    """Why a pair is not ready to be used or published, a sentence each; empty for one that is."""
+    from qspec.report.verdict import obstacles as found
+
+    return found(Path(folder))
 
 
 def load_pair(folder: str | Path, memory_limit: str | int | None = None, direct_io: bool = False) -> "LoadedPair":

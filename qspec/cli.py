@@ -56,7 +56,7 @@ app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty
 _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 """The command-line parser's own error class; typer exports only this subclass of it."""
 
-INTERRUPTED = 130
+NOT_READY, INTERRUPTED = 4, 130
 FAREWELLS = {"run": "interrupted; `qspec run … --resume` continues it", "serve": "the server was stopped"}
 """Verb → last words after Ctrl-C, on standard error."""
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file, for example one of recipes/.")]
@@ -74,7 +74,10 @@ WholeTasks = Annotated[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0 done, 2 refused (one line on stderr), 3 a gate missed, 130 interrupted."""
+    """Run one command; the exit status.
+
+    0 done, 2 refused (one line on stderr), 3 a gate missed, 4 a pair was made and is not ready, 130 interrupted.
+    """
     if isinstance(sys.stdout, TextIOWrapper):  # what its encoding lacks is spelled out, as on standard error
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -190,18 +193,36 @@ def run(
     long: Annotated[
         bool, typer.Option("--long", help="Start although the estimate is above budget.minutes, a day by default.")
     ] = False,
+    despite: Annotated[
+        str,
+        typer.Option(
+            metavar="REASON", help="Call the pair ready although it is not; report, manifest and card say why."
+        ),
+    ] = "",
     overrides: Overrides = None,
-) -> None:
+) -> int:
     """Do a whole recipe: quantize, package, prove, measure.
 
     Tasks without a limit ask what fits evaluation.task_minutes, an hour by default; qspec plan shows it and the time.
+
+    Exit status 4: the pair was made and is kept, but is not ready: its quality was not measured or lies beyond the
+    ceilings (docs/fidelity.md), its drafts change the output or are spoilt, or a budget was missed. --despite accepts
+    it, also later: with --resume.
     """
     from qspec import pipeline
     from qspec.schema.recipe import Recipe
 
     job = Recipe.read(recipe, tuple(overrides or ()))
-    pair = pipeline.run(job.whole() if whole_tasks else job, out or Path("runs") / job.name, resume, long=long)
-    print(f'{pair}: ready; try: qspec generate {pair} "Hello"')
+    job, folder, despite = job.whole() if whole_tasks else job, out or Path("runs") / job.name, despite.strip()
+    pair = pipeline.run(job, folder, resume, long=long, despite=despite)
+    against = "; ".join(qspec.obstacles(pair))
+    if against and not despite:
+        fix = f'look at {pair.parent / "report" / "report.html"}, or accept it: --resume --despite "the reason"'
+        print(f"{pair}: made and kept, but not ready: {against}; {fix}", file=sys.stderr)
+        return NOT_READY
+    word = f"accepted although not ready ({against})" if against else "ready"
+    print(f'{pair}: {word}; try: qspec generate {pair} "Hello"')
+    return 0
 
 
 @app.command(name="train-draft")
@@ -367,8 +388,9 @@ def check(
 ) -> None:
     """Verify every file of a pair; or tell whether two models can become one.
 
-    A pair: checksums, nothing missing or added, scales finite, tokenizer and vocabularies fitting. Two models:
-    tokenizers, padding, sizes, context lengths, and the speedup that they allow; no weights are read.
+    A pair: checksums, nothing missing or added, scales finite, tokenizer and vocabularies fitting; and, of an intact
+    pair, what it was measured to lack. Two models: tokenizers, padding, sizes, context lengths, and the speedup that
+    they allow; no weights are read.
     """
     if draft is not None:
         if prove:
@@ -380,6 +402,8 @@ def check(
         print(*(f"{remark.level}: {remark}" for remark in found), sep="\n")
         raise_refused(found)
         return
+    from qspec.pair.check import read_manifest
+
     for finding in qspec.check(pair):
         print(finding)
     if device is not None:
@@ -393,6 +417,10 @@ def check(
         from qspec.remeasure import prove_pair
 
         print(*prove_pair(Path(pair)), sep="\n")
+    for reason in qspec.obstacles(pair):
+        print(f"not ready: {reason}")
+    if accepted := read_manifest(Path(pair)).despite:
+        print(f"accepted despite that: {accepted}")
     print(f"{pair}: intact")
 
 

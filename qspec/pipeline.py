@@ -17,7 +17,7 @@ from qspec.models.load import load, resolve_model, source_dtype
 from qspec.models.vocab import limited
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import engine_name, gpu_for
-from qspec.pair.check import check, read_manifest
+from qspec.pair.check import check, measured, read_manifest
 from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package, refuse_guessed, seal, tidy
 from qspec.planning.planned import PlannedPair, plan_half
@@ -38,6 +38,7 @@ from qspec.quantization.gptq import require_judge
 from qspec.quantization.job import Calibration, quantize_model, quantized_half
 from qspec.records import QuantizedModel
 from qspec.report.page import report
+from qspec.report.verdict import blockers
 from qspec.schema.drafts import DraftSpec, MlpDraft, ModelDraft
 from qspec.schema.manifest import Manifest
 from qspec.schema.quantization import ModelSpec
@@ -60,13 +61,20 @@ __all__ = ["check", "open_pair", "run"]
 
 
 def run(
-    recipe: Recipe, out: str | Path, resume: bool = False, progress: Progress | None = None, long: bool = False
+    recipe: Recipe,
+    out: str | Path,
+    resume: bool = False,
+    progress: Progress | None = None,
+    long: bool = False,
+    despite: str = "",
 ) -> Path:
     """Make, prove and measure the pair of `recipe` in `out`; returns `out/pair`, with the report in `out/report`.
 
     Raises `QspecError` for whatever cannot be done, before compute where that can be known. `resume` continues a run
     of the same recipe after its last finished stage; without it a folder that holds a run is refused. `long`: whether
-    it may take longer than `budget.minutes`, as a run may that has begun.
+    it may take longer than `budget.minutes`, as a run may that has begun. A pair that is not ready
+    (`report.verdict.obstacles`) is kept like any other; `despite`: why it is to be used all the same, which report,
+    manifest and card then say.
     """
     out, progress, long = Path(out), progress or Progress(), long or resume
     planned = admit(_as_begun(recipe, out) if resume else recipe)
@@ -75,6 +83,7 @@ def run(
     if _is_complete(recipe, out, resume):
         with sole_writer(out):
             _clean(out)
+            _excuse(out, despite)
         progress.say(f"{out} is complete already")
         return out / "pair"
     _require_room(planned, out)
@@ -90,12 +99,23 @@ def run(
         if not _is_complete(recipe, out, resume):  # another run may have taken it while models were loaded
             atomic_write(out / "recipe.yaml", recipe.dump())
             setup_log(out / "run.log")
-            _make(recipe, originals, out, progress)
+            _make(recipe, originals, out, progress, despite)
     progress.close()
     return out / "pair"
 
 
-def _make(recipe: Recipe, originals: Originals, out: Path, progress: Progress) -> None:
+def _excuse(out: Path, despite: str) -> None:
+    """Put a reason that was given later into the report and the manifest of a finished pair that is not ready."""
+    pair, results = out / "pair", measured(out / "pair", read_manifest(out / "pair"))
+    if results is None or not despite or despite == results.despite or not blockers(results):
+        return
+    results = results.model_copy(update={"despite": despite})
+    report(results, out / "report")
+    seal(pair, results.model_dump(mode="json"), out / "report")
+    _clean(out)
+
+
+def _make(recipe: Recipe, originals: Originals, out: Path, progress: Progress, despite: str) -> None:
     """Everything from the models to the report, in a folder that is this run's alone."""
     pair = out / "pair"
     if pair.exists():
@@ -111,6 +131,9 @@ def _make(recipe: Recipe, originals: Originals, out: Path, progress: Progress) -
         speed = _kept(out / "work/speed.json", Speed, lambda: _bench(arms, progress))
     engine = engine_name(arms.pair.target)
     results = results_of(arms.pair.manifest, recipe, accuracy, speed, engine=engine)
+    if against := blockers(results):
+        progress.say(f"not ready: {'; '.join(against)}")
+        results = results.model_copy(update={"despite": despite})
     progress.stage("report")
     report(results, out / "report")
     seal(pair, results.model_dump(mode="json"), out / "report")

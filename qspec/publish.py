@@ -17,7 +17,7 @@ from qspec.readable import number
 from qspec.report.document import Block, Details, Document, Paragraph, Table, compact
 from qspec.report.headline import lead, tiles
 from qspec.report.render import markdown as report_markdown
-from qspec.report.verdict import blockers
+from qspec.report.verdict import obstacles
 from qspec.schema.manifest import NAME, FileEntry, Half, Manifest
 from qspec.schema.results import Results
 
@@ -77,8 +77,9 @@ def prepare(
 ) -> Publication:
     """Check a pair and its gates, and write its card. Raises `IntegrityError` or, for a missed gate, `PairError`.
 
-    override: the reason why a pair is published although a gate failed; the card says it. base: Hub id of the model
-    that the target was made from, where neither the recipe nor the model's own name is one.
+    override: the reason why a pair is published although a gate failed; the card says it. A pair that was made
+    despite its quality has a reason of its own, which does for all but measurements that are out of date. base: Hub
+    id of the model that the target was made from, where neither the recipe nor the model's own name is one.
     """
     if base and not _HUB_ID.fullmatch(base):
         raise OutputError(f"--base-model {base}", "is no Hub id", "give org/name")
@@ -88,10 +89,12 @@ def prepare(
     manifest = read_manifest(pair)
     results = measured(pair, manifest)
     override = (override or "").strip()
-    against = ["nothing was measured"] if results is None else [*blockers(results), *stale(manifest, results)]
+    against = obstacles(pair)
+    if results is not None and not stale(manifest, results):
+        override = override or manifest.despite
     if against and not override:
         fix = 'mend it, or publish in spite of it: --despite "the reason", which the card will say'
-        raise PairError(str(pair), f"is not to be published: {'; '.join(against)}", fix)
+        raise PairError(str(pair), f"is not ready, and not to be published: {'; '.join(against)}", fix)
     told = f"{override} ({'; '.join(against)})" if against and override else None
     readme = card(manifest, results, to, license, told, base)
     items = [Item(entry.path, pair / entry.path) for entry in manifest.files]

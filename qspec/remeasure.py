@@ -1,8 +1,8 @@
 """The accuracy of a finished pair, measured anew: by this process, by vLLM, or by servers that run already."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 import shutil
 import sys
@@ -30,8 +30,9 @@ from qspec.progress import Progress
 from qspec.provenance import require_writable, sole_writer, staged_dir
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.report.page import report
+from qspec.report.quality import lost_acceptance
 from qspec.report.verdict import losslessness
-from qspec.schema.manifest import Half
+from qspec.schema.manifest import Half, Manifest
 from qspec.schema.quantization import ModelSpec
 from qspec.schema.recipe import Backend, BenchmarkSpec, Recipe
 from qspec.schema.results import Accuracy, Results, TaskResult
@@ -154,10 +155,14 @@ def _own(job: Job) -> Accuracy:
     if recipe.evaluation.off:
         return Accuracy()
     job.progress.stage("load")
-    target = load_original(recipe.target, read_manifest(job.pair).target)
+    manifest = read_manifest(job.pair)
+    target = load_original(recipe.target, manifest.target)
     rehearse(recipe, target, calibrates=False)
-    arms = Arms(recipe, Originals(target, None), open_pair(job.pair))
-    return measure_accuracy(arms, job.work, job.progress)
+    originals = Originals(target, None)
+    with suppress(SourceError):  # a draft that is not here any more: the target is what is evaluated
+        head = None if recipe.draft.trains is not None else kind_of(recipe.draft).require_files(target.arch)
+        originals = Originals(target, _draft_before(recipe, manifest, target), head)
+    return measure_accuracy(Arms(recipe, originals, open_pair(job.pair)), job.work, job.progress)
 
 
 def bench_pair(
@@ -186,7 +191,7 @@ def bench_pair(
         progress.stage("load")
         opened = open_pair(pair, recipe=recipe)
         _require_device(opened)
-        arms = {**(_originals(opened) if original else {}), **own_arms(opened)}
+        arms = {**(_original_arms(opened) if original else {}), **own_arms(opened)}
         speed = measure_speed(opened, arms, progress)
         measured = results_of(opened.manifest, recipe, speed=speed, engine=engine_name(opened.target))
         results = write_results(measured, part, pair if keep else None, progress)
@@ -201,18 +206,25 @@ def _require_device(pair: LoadedPair) -> None:
         raise PairError(f"device {device}", rule, "measure it on a machine with that device")
 
 
-def _originals(pair: LoadedPair) -> dict[str, Arm]:
+def _original_arms(pair: LoadedPair) -> dict[str, Arm]:
     """The models that the pair was made from. A draft that was trained for it comes as the pair has it."""
-    recipe = pair.recipe
-    draft: LoadedModel | None = None
+    recipe, manifest = pair.recipe, pair.manifest
     try:
-        target = load_original(recipe.target, pair.manifest.target)
-        source = recipe.draft.source
-        if kind_of(recipe.draft).separate and source is not None and recipe.draft.trains is None:
-            draft = match_rows(load_original(source, pair.manifest.draft), target.arch.vocab_size)
+        target = load_original(recipe.target, manifest.target)
+        draft = _draft_before(recipe, manifest, target) if kind_of(recipe.draft).separate else None
     except SourceError as error:
         raise SourceError(error.value, error.rule, f"{error.fix}, or leave it out: --no-original") from error
     return original_runs(Arms(recipe, Originals(target, draft), pair))
+
+
+def _draft_before(recipe: Recipe, manifest: Manifest, target: LoadedModel) -> LoadedModel | None:
+    """The draft model before it was quantized; None for one that was trained, which the pair alone may have."""
+    kind, source = kind_of(recipe.draft), recipe.draft.source
+    if recipe.draft.trains is not None:
+        return None
+    if not kind.separate or source is None:
+        return kind.original(target)
+    return match_rows(load_original(source, manifest.draft), target.arch.vocab_size)
 
 
 def asked(made: Recipe, overrides: tuple[str, ...], *sections: str) -> Recipe:
@@ -262,15 +274,18 @@ def write_results(new: Results, folder: Path, pair: Path | None, progress: Progr
 
 
 def prove_pair(folder: Path) -> list[str]:
-    """What was found, a sentence each. Raises `PairError` if drafts change the output."""
+    """What was found, a sentence each. Raises `PairError` if drafts change the output, or none of them is of use."""
     pair = open_pair(folder)
     quick = BenchmarkSpec(prompts=pair.recipe.timing.prompts, max_new_tokens=48, repeats=1)
     recipe = pair.recipe.model_copy(update={"benchmark": quick})
-    arms = {"pair, plain": Arm(pair.target), "pair": Arm(pair.target, pair.drafter, pair.policy)}
+    plain, drafted = list(own_arms(pair).values())[:2]
+    arms = {"pair, plain": plain, "pair": replace(drafted, new_drafter=None)}
     tokenizer, eos_ids = pair.model.tokenizer, pair.model.arch.eos_ids
     speed = bench(arms, tokenizer, recipe, Progress(), eos_ids=eos_ids, prove="pair, plain")
-    found = losslessness(speed)
-    wrong = [finding.text for finding in found if finding.tone == "bad"]
+    found = [*losslessness(speed), *lost_acceptance(speed)]
+    wrong = [finding.text for finding in found if finding.tone in ("bad", "danger")]
     if wrong:
         raise PairError(str(folder), "; ".join(wrong), "report it with the pair; --no-draft serves it meanwhile")
-    return [finding.text for finding in found]
+    pooled = [a for a in speed.acceptance if a.category == "all"]
+    kept = [f"{a.accepted} of {a.drafted} drafted tokens stand" for a in pooled] or ["no token was drafted"]
+    return [*(finding.text for finding in found), *kept]

@@ -4,8 +4,11 @@ from qspec.measure.needle import summary
 from qspec.schema.results import (
     Acceptance,
     Accuracy,
+    Answer,
+    Answers,
     ArmSpeed,
     BatchSpeed,
+    DraftFidelity,
     Equality,
     Fidelity,
     Measurement,
@@ -206,17 +209,38 @@ def needles() -> Needles:
     return summary(rows, {"data": "gutenberg"})
 
 
-def example() -> Results:
-    fidelity = Fidelity(
+def fidelity(kl: float = 0.0213, agreement: float = 0.942) -> Fidelity:
+    return Fidelity(
         original_perplexity=measurement("perplexity, original", 29.63, (27.0, 32.1)),
         quantized_perplexity=measurement("perplexity, quantized", 30.51, (27.9, 33.0)),
         perplexity_ratio=measurement("perplexity, quantized / original", 1.0297, (1.02, 1.04)),
-        kl=measurement("KL(original || quantized)", 0.0213, (0.019, 0.024)),
-        top1_agreement=measurement("top-1 agreement", 0.942, (0.93, 0.95)),
+        kl=measurement("KL(original || quantized)", kl, (0.9 * kl, 1.1 * kl)),
+        top1_agreement=measurement("top-1 agreement", agreement, (agreement - 0.01, agreement + 0.01)),
         windows=tuple(
             Window(original_nll=3.3 + i / 9, quantized_nll=3.33 + i / 9, kl=kl, agreement=0.94) for i, kl in KL
         ),
     )
+
+
+def draft(kl: float = 0.05, agreement: float = 0.9, acceptance: float = 0.7) -> DraftFidelity:
+    return DraftFidelity(
+        kl=measurement("KL(draft as it came || draft)", kl),
+        top1_agreement=measurement("top-1 agreement of the draft", agreement),
+        acceptance=measurement("acceptance, draft", acceptance),
+        unrounded_acceptance=measurement("acceptance, draft as it came", 0.75),
+    )
+
+
+def answer(text: str = "a cat sat", loop: float = 0.1, original_loop: float = 0.1) -> Answer:
+    return Answer(original="a dog ran", quantized=text, original_loop=original_loop, quantized_loop=loop)
+
+
+def sound() -> Accuracy:
+    """What a pair that is ready was measured to be."""
+    return Accuracy(fidelity=fidelity(), answers=Answers(rows=(answer(),) * 4), draft=draft())
+
+
+def example() -> Results:
     return Results(
         name="smollm2-135m-w8a8",
         recipe={
@@ -233,8 +257,8 @@ def example() -> Results:
             "engine": "C++ core (avx2)",
         },
         digests={"target/model.safetensors": "ab" * 32},
-        accuracy=Accuracy(
-            fidelity=fidelity, needles=needles(), tasks=(task(),), skipped=("mmlu_pro with backend hf: no folder",)
+        accuracy=sound().model_copy(
+            update={"needles": needles(), "tasks": (task(),), "skipped": ("mmlu_pro with backend hf: no folder",)}
         ),
         speed=speed(),
         notes={"target": ("model.layers.0: smoothing strength 0.6 (error 0.012)", HOSTILE), "draft": ()},

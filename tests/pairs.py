@@ -45,11 +45,14 @@ def halves(folder: Path) -> tuple[QuantizedModel, QuantizedModel]:
 
 
 def measured_of(pair: Path, made: Recipe) -> Results:
-    """Made-up results that say they are of a pair: accuracy of its target, speed of both halves."""
+    """Made-up results that say they are of a pair: accuracy of its target, draft and speed of both halves."""
     manifest, results = read_manifest(pair), example()
     assert results.speed is not None
     target, both = (provenance(manifest, made, draft=draft) for draft in (False, True))
-    parts = {"accuracy": results.accuracy.measured_on(target), "recipe": made.as_dict()}
+    assert results.accuracy.draft is not None
+    draft = results.accuracy.draft.model_copy(update={"provenance": both})
+    accuracy = results.accuracy.measured_on(target).model_copy(update={"draft": draft})
+    parts = {"accuracy": accuracy, "recipe": made.as_dict()}
     return results.model_copy(update={**parts, "speed": results.speed.model_copy(update={"provenance": both})})
 
 

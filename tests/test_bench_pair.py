@@ -1,5 +1,6 @@
 """The speed of a finished pair, measured anew where it is."""
 
+from dataclasses import replace
 import json
 from pathlib import Path
 import re
@@ -12,6 +13,7 @@ from qspec.measure import bench as stage
 from qspec.pair.check import measured, read_manifest, stale
 from qspec.pair.package import package
 from qspec.provenance import sole_writer
+from qspec.schema.drafts import SelfDraft
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
 from tests.pairs import change, halves, measured_of, put, recipe
@@ -178,7 +180,8 @@ def test_speed_says_nothing_of_a_changed_target_s_accuracy(whole: Path, tmp_path
     assert _publish(whole, tmp_path / "no") == 2
     assert _bench(whole, tmp_path, "again") == 0
     assert "still to be measured again: fidelity on text.txt" in capsys.readouterr().err
-    stays = "fidelity on text.txt: target/model.safetensors is not the file that was measured"
+    parts = "fidelity on text.txt, short answers, the draft's fidelity"
+    stays = f"{parts}: target/model.safetensors is not the file that was measured"
     assert _publish(whole, tmp_path / "no") == 2
     assert stays in capsys.readouterr().err
     assert main(["check", str(whole)]) == 0
@@ -195,6 +198,8 @@ def test_speed_says_nothing_of_a_changed_target_s_accuracy(whole: Path, tmp_path
     results = measured(whole, read_manifest(whole))
     assert results is not None
     assert results.speed == Results.read(tmp_path / "again/results.json").speed
+    assert _publish(whole, tmp_path / "no") == 2
+    assert "the target: KL " in capsys.readouterr().err  # measured anew, and far from the model that it was made from
 
 
 @pytest.mark.parametrize("half", ["draft", "target"])
@@ -221,3 +226,23 @@ def test_answers_of_what_may_be_another_model_are_not_kept(whole: Path, tmp_path
     assert "does not show that the server runs this pair's files; leave out --keep" in capsys.readouterr().err
     assert main([*command, *task, "--backend", "vllm", "--", "--kv-cache-dtype", "auto"]) == 2
     assert "is given by hand" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_proof_names_drafts_that_never_stand(spoilt: bool, made: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Would catch `--prove` that finds no accepted token and calls the pair intact, or a bench that says nothing."""
+    target, _ = halves(tmp_path / "source")
+    draft = target
+    if spoilt:  # the least likely token comes first
+        draft = replace(target, tensors={**target.tensors, "model.norm.weight": -target.tensors["model.norm.weight"]})
+    source = {"model": str(tmp_path / "source"), "quantization": recipe().target.quantization.model_dump(mode="json")}
+    benchmark = {"prompts": str(made / "prompts.jsonl"), "per_category": 2, "max_new_tokens": 48, "repeats": 1}
+    draft_spec = SelfDraft(kind="self", quantization=recipe().target.quantization)
+    asked = recipe(target=source, benchmark=benchmark).model_copy(update={"draft": draft_spec})
+    pair = package(target, draft, asked, tmp_path)
+    assert main(["check", str(pair), "--prove"]) == (2 if spoilt else 0)
+    said = capsys.readouterr()
+    assert ("the draft is spoilt, or belongs to another target" in said.err) == spoilt
+    assert ("drafted tokens stand" in said.out) != spoilt
+    assert main(["bench", str(pair), "--no-original", "--out", str(tmp_path / "new")]) == 0
+    assert ("the draft is spoilt" in (tmp_path / "new/report.md").read_text(encoding="utf-8")) == spoilt

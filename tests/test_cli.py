@@ -15,6 +15,7 @@ import pytest
 import qspec
 from qspec import cli, pipeline
 from qspec.errors import IntegrityError
+from qspec.pair import check as pair_check
 from qspec.speculation.types import Generation, StepRecord
 from tests.tiny import TEXT, tiny_model
 
@@ -95,14 +96,20 @@ def test_run_passes_recipe_folder_and_resume(monkeypatch: pytest.MonkeyPatch, ca
     """Would catch arguments that get lost between the command line and the pipeline."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(pipeline, "run", lambda *a, **k: calls.append((*a, k)) or a[1] / "pair")
+    monkeypatch.setattr(qspec, "obstacles", lambda pair: [])
     assert cli.main(["run", RECIPE, "--set", "benchmark.repeats=9"]) == 0
-    assert cli.main(["run", RECIPE, "--out", "here", "--resume", "--whole-tasks", "--long"]) == 0
+    assert (
+        cli.main(["run", RECIPE, "--out", "here", "--resume", "--whole-tasks", "--long", "--despite", " a test "]) == 0
+    )
     told = [(job.benchmark.repeats, job.evaluation.task_minutes, *rest) for job, *rest in calls]
     assert told == [
-        (9, 60, Path("runs/llama-3.1-8b-fp8-h100"), False, {"long": False}),
-        (3, None, Path("here"), True, {"long": True}),
+        (9, 60, Path("runs/llama-3.1-8b-fp8-h100"), False, {"long": False, "despite": ""}),
+        (3, None, Path("here"), True, {"long": True, "despite": "a test"}),
     ]
     assert "qspec generate here/pair" in capsys.readouterr().out
+    monkeypatch.setattr(qspec, "obstacles", lambda pair: ["KL 22", "loops"])
+    assert cli.main(["run", RECIPE, "--out", "here"]) == cli.NOT_READY == 4
+    assert "here/pair: made and kept, but not ready: KL 22; loops; " in capsys.readouterr().err
 
 
 def fake_pair(seen: dict[str, Any], steps: list[StepRecord]) -> Any:
@@ -166,8 +173,11 @@ def test_quantize_makes_one_checkpoint(tmp_path: Path, capsys: Capture):
 def test_check_prints_what_it_found(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     """Would catch a damaged pair reported as intact, or remarks that are swallowed."""
     monkeypatch.setattr(qspec, "check", lambda pair: ["3 files match"])
+    monkeypatch.setattr(qspec, "obstacles", lambda pair: ["KL 22"])
+    monkeypatch.setattr(pair_check, "read_manifest", lambda pair: SimpleNamespace(despite="a test"))
     assert cli.main(["check", "pair"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["3 files match", "pair: intact"]
+    told = ["3 files match", "not ready: KL 22", "accepted despite that: a test", "pair: intact"]
+    assert capsys.readouterr().out.splitlines() == told
 
     def damaged(pair: Path) -> list[str]:
         raise IntegrityError("target/config.json", "was changed", "fetch an intact copy")

@@ -36,11 +36,11 @@ from qspec.quantization.calibrate import calibrate
 from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
-from qspec.report.verdict import blockers, findings, lost_acceptance
+from qspec.report.verdict import blockers, findings
 from qspec.schema.drafts import MlpDraft
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe, TaskSpec
-from qspec.schema.results import Acceptance, Accuracy, Measurement, Results, Speed, TaskResult
+from qspec.schema.results import Accuracy, Measurement, Results, TaskResult
 from qspec.schema.training import TrainingData
 from qspec.schemes.build import build_plan
 from qspec.serving.vllm import serving
@@ -211,30 +211,22 @@ def test_T33_states_in_eight_bits_train_as_good_a_head(tmp_path: Path) -> None:
     assert abs(scores[1] - scores[0]) < 0.1  # tokens per step
 
 
-def _speed(own: float, sure: float) -> Speed:
-    """Of drafts on the original .8 stand, on the pair `own`; half their intervals is `sure`."""
-
-    def acceptance(arm: str, beta: float) -> Acceptance:
-        forced = Measurement(metric="alpha", value=beta, unit="", n=9, ci=(beta - sure, beta + sure))
-        return example_results.acceptance("all", 0.7).model_copy(update={"arm": arm, "teacher_forced": forced})
-
-    made = example_results.speed()
-    first = made.equality[0].model_copy(update={"arm": "original + draft", "baseline": "original"})
-    rows = (acceptance("original + draft", 0.8), acceptance("quantized + draft", own))
-    return made.model_copy(update={"acceptance": rows, "equality": (first, *made.equality)})
-
-
 def test_T36_drafts_that_rounding_spoilt_are_not_published() -> None:
     """A kernel sliced a draft's packed q/k/v and read garbage: nothing failed, but hardly a draft was accepted."""
 
-    def against(own: float, sure: float = 0.02) -> list[str]:
-        return blockers(Results(name="t", recipe={}, environment={}, speed=_speed(own, sure)))
+    def against(kl: float, accepted: int, of: int) -> list[str]:
+        rate = Measurement(metric="alpha", value=accepted / of, unit="", n=of)
+        update = {"drafted": of, "accepted": accepted, "alpha": rate}
+        speed = example_results.speed()
+        speed = speed.model_copy(update={"acceptance": (speed.acceptance[0].model_copy(update=update),)})
+        accuracy = example_results.sound().model_copy(update={"draft": example_results.draft(kl=kl)})
+        return blockers(Results(name="t", recipe={}, environment={}, accuracy=accuracy, speed=speed))
 
-    assert against(0.77) == []
-    (reason,) = against(0.11)
-    assert reason.startswith("quantized + draft: 0.110 of its drafts stand, teacher-forced, against 0.800 of original")
-    assert against(0.7, sure=0.1) == []  # noise could explain it, which the report says
-    assert [f.tone for f in lost_acceptance(_speed(0.7, 0.1))] == ["open"]
+    assert against(0.05, 40, 68) == []
+    (reason,) = against(0.6, 40, 68)
+    assert reason.startswith("the draft: KL 0.600 nats/token from the model that it was made from, not at most 0.2")
+    (reason,) = against(0.05, 0, 68)
+    assert reason.startswith("quantized + draft: 0 of 68 drafted tokens stand")
 
 
 def test_T54_a_draft_reads_the_targets_own_ids(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

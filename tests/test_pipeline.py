@@ -1,21 +1,26 @@
 """The main job, end to end, on tiny models."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 import torch
 
 import qspec
 from qspec import cli, pipeline, provenance
 from qspec.bridges import compressed
+from qspec.cli import main
 from qspec.errors import OutputError, PairError, QspecError, RecipeError, SourceError
 from qspec.measure import arms
 from qspec.nn.eager.decoder import Decoder
 from qspec.pair import open as open_pair
+from qspec.pair.check import read_manifest
 from qspec.progress import Progress
 from qspec.provenance import sole_writer
+from qspec.records import QuantizedModel
 from qspec.schema.quantization import ModelSpec
 from qspec.schema.recipe import EvaluationSpec, Recipe, TaskSpec
 from qspec.schema.results import Accuracy, Results
@@ -51,8 +56,12 @@ def _drafts(other: Path) -> dict[str, dict[str, Any]]:
 def test_run_makes_a_pair_whose_drafts_change_nothing(kind: str, model: Path, other: Path, tmp_path: Path) -> None:
     """Catches a draft kind that does not survive the way from recipe to pair, or that changes greedy output."""
     out = tmp_path / "out"
-    folder = pipeline.run(job(tmp_path, model, _drafts(other)[kind]), out, progress=QUIET)
+    folder = pipeline.run(job(tmp_path, model, _drafts(other)[kind]), out, progress=QUIET, despite="to be safe")
     assert qspec.check(folder)
+    assert (
+        read_manifest(folder).despite == ""
+    )  # a sound pair carries no excuse, which a later fault would be covered by
+    assert qspec.obstacles(folder) == []
     assert {p.name for p in (out / "report").iterdir()} == {*(f"report.{end}" for end in ENDS), "results.json"}
     assert not (out / "work").exists()
     results = Results.read(out / "report" / "results.json")
@@ -192,6 +201,96 @@ def test_folder_with_a_run_is_never_overwritten(model: Path, tmp_path: Path) -> 
     with pytest.raises(OutputError, match="another recipe"):
         pipeline.run(recipe.model_copy(update={"seed": 1}), out, resume=True, progress=QUIET)
     assert (out / "pair" / "pair.json").read_bytes() == before
+
+
+def _with_an_outlier_channel(folder: Path) -> Path:
+    """A model whose float output is as before, and whose INT8 inputs hold one channel and nothing else."""
+    path, channel, by = folder / "model.safetensors", 5, 2e4
+    tensors = load_file(path)
+    parts = {"input_layernorm": "self_attn.{q,k,v}_proj", "post_attention_layernorm": "mlp.{gate,up}_proj"}
+    for layer in ("model.layers.0", "model.layers.1"):
+        for norm, linears in parts.items():
+            tensors[f"{layer}.{norm}.weight"][channel] *= by
+            block, names = linears.removesuffix("}_proj").split(".{")
+            for name in names.split(","):
+                tensors[f"{layer}.{block}.{name}_proj.weight"][:, channel] /= by
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def _verb(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit status and all output of a command."""
+    status = main(list(arguments))
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+def test_gibberish_is_kept_and_not_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a pair that writes one token for ever, KL 1 of at most .2, and is ready, intact and published."""
+    model = _with_an_outlier_channel(tiny_model("llama", tmp_path / "model"))
+    recipe = job(tmp_path, model, NGRAM_DRAFT, target={"model": str(model), "quantization": {"scheme": "W8A8"}})
+    (tmp_path / "recipe.yaml").write_text(recipe.dump(), encoding="utf-8")
+    out, there = tmp_path / "out", tmp_path / "there"
+    run, pair = ("run", str(tmp_path / "recipe.yaml"), "--out", str(out)), out / "pair"
+    status, said = _verb(capsys, *run)
+    assert status == 4
+    assert "made and kept, but not ready: the target: KL " in said
+    assert "short answers are empty or repeat themselves" in said
+    assert "not ready: the target: KL " in (out / "run.log").read_text(encoding="utf-8")
+    assert '<li class="danger"><b>not ready</b>' in (out / "report/report.html").read_text(encoding="utf-8")
+    status, said = _verb(capsys, "check", str(pair))
+    assert (status, "not ready: the target: KL " in said, "intact" in said) == (0, True, True)
+    status, said = _verb(capsys, "publish", str(pair), "--to", str(there))
+    assert (status, "is not ready, and not to be published" in said, there.exists()) == (2, True, False)
+
+    status, said = _verb(capsys, *run, "--resume", "--despite", "a demonstration")
+    assert (status, "accepted although not ready" in said) == (0, True)
+    manifest = read_manifest(pair)
+    assert manifest.despite == "a demonstration"
+    assert "a demonstration" in (pair / str(manifest.report) / "report.md").read_text(encoding="utf-8")
+    status, said = _verb(capsys, "check", str(pair))
+    assert (status, "accepted despite that: a demonstration" in said, "not ready: " in said) == (0, True, True)
+    status, _ = _verb(capsys, "publish", str(pair), "--to", str(there))
+    assert status == 0
+    assert "a demonstration (the target: KL " in (there / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("despite", ["", "it is for a test of kernels"])
+def test_quality_that_was_not_measured_is_no_pass(
+    despite: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a recipe that switches the measurement off and gets a ready pair for it, or a reason that is lost."""
+    recipe = job(tmp_path, model, NGRAM_DRAFT, evaluation={"fidelity": None, "tasks": []})
+    (tmp_path / "recipe.yaml").write_text(recipe.dump(), encoding="utf-8")
+    run = ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "out")]
+    status, said = _verb(capsys, *run, *(["--despite", despite] if despite else []))
+    assert (status, "quality was not measured" in said) == (0 if despite else 4, True)
+    assert read_manifest(tmp_path / "out/pair").despite == despite
+    assert qspec.obstacles(tmp_path / "out/pair") == ["quality was not measured (evaluation.fidelity)"]
+
+
+@pytest.mark.parametrize(("half", "kind"), [("draft", "self"), ("target", "truncated")])
+def test_a_spoilt_half_is_not_ready(
+    half: str, kind: str, model: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a wrong scale in either half: the original drafted with the same spoilt copy, so nothing was lost."""
+    made = pipeline.quantize_halves
+
+    def spoilt(*arguments: Any) -> list[QuantizedModel]:
+        halves = dict(zip(("target", "draft"), made(*arguments), strict=True))
+        name = "model.layers.0.mlp.down_proj"
+        linear = halves[half].linears[name]
+        linear = replace(linear, weight=replace(linear.weight, scale=64 * linear.weight.scale))
+        halves[half] = replace(halves[half], linears={**halves[half].linears, name: linear})
+        return list(halves.values())
+
+    quantization = {"scheme": "W8A8"}
+    draft = _drafts(other)[kind] | {"quantization": quantization}
+    recipe = job(tmp_path, model, draft, target={"model": str(model), "quantization": quantization})
+    monkeypatch.setattr(pipeline, "quantize_halves", spoilt)
+    found = qspec.obstacles(pipeline.run(recipe, tmp_path / "spoilt", progress=QUIET))
+    assert found
+    assert all(reason.startswith(f"the {half}: ") for reason in found)
 
 
 def test_two_jobs_in_one_folder(model: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from qspec.schema.manifest import NAME
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import Accuracy, Equality, Mismatch, Results
 from tests.example_results import example, speed, task
-from tests.pairs import halves, recipe
+from tests.pairs import halves, measured_of, recipe
 
 
 def _results(pair: Path, *, lossless: bool = True) -> Results:
@@ -30,7 +30,8 @@ def _results(pair: Path, *, lossless: bool = True) -> Results:
         equality = Equality(arm="a + draft", baseline="a", n=1, equal=1)
     of = provenance(read_manifest(pair), recipe(), draft=True)
     timed = speed().model_copy(update={"provenance": of, "equality": (equality,)})
-    return Results(name="p", recipe=recipe().as_dict(), environment={}, accuracy=Accuracy(), speed=timed)
+    accuracy = measured_of(pair, recipe()).accuracy.model_copy(update={"needles": None, "tasks": ()})
+    return Results(name="p", recipe=recipe().as_dict(), environment={}, accuracy=accuracy, speed=timed)
 
 
 def _pair(folder: Path, *, lossless: bool = True) -> Path:

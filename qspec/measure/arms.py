@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from qspec.bridges import compressed
+from qspec.bridges import compressed, speculator
 from qspec.measure.arm import Arm
 from qspec.measure.evaluate import evaluate
+from qspec.measure.quality import Drafts, HeadDrafts, ModelDrafts, measure_answers, measure_draft
 from qspec.models.load import load, resolve_arch
 from qspec.models.vocab import real_vocab
 from qspec.nn.engines import AnyDecoder, engine_name
@@ -16,6 +17,7 @@ from qspec.numerics.roofline import PassCost
 from qspec.pair.check import provenance
 from qspec.pair.drafters.kind import Weights
 from qspec.pair.drafters.registry import draft_policy, kind_of
+from qspec.pair.head import target_rows
 from qspec.pair.open import LoadedPair, compute_dtype, engine_options, open_fitting
 from qspec.planning.planned import computed_with
 from qspec.progress import Progress
@@ -124,6 +126,24 @@ class Arms:
         """The original target, with room for as many tokens as the pair's."""
         return self.float_decoder(self.originals.target)
 
+    @cached_property
+    def original_draft(self) -> AnyDecoder | None:
+        """The draft model as it came; None without one. A whole copy of the target is the original itself."""
+        draft = self.originals.draft
+        if draft is None:
+            return None
+        return self.original if draft is self.originals.target else self.float_decoder(draft)
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """The draft as it came beside the packaged one; None without weights, or where the pair alone has it."""
+        pair, packaged, folder = self.pair, self.pair.draft.fork(), self.originals.head
+        if packaged.head is not None and folder is not None:
+            return HeadDrafts(speculator.read(folder, *target_rows(pair.model)), packaged.head, pair.target.max_length)
+        if packaged.decoder is None or self.original_draft is None:
+            return None
+        return ModelDrafts(self.original_draft, packaged.decoder)
+
     def float_decoder(self, model: LoadedModel) -> AnyDecoder:
         length = min(self.pair.target.max_length, model.arch.max_positions)
         return open_fitting("the original, beside the pair,", model, length, **engine_options(self.recipe))
@@ -154,22 +174,22 @@ def measure_accuracy(arms: Arms, work: Path, progress: Progress) -> Accuracy:
             compressed.write_float(target, part, compute_dtype(recipe.dtype))
     eos_ids = target.arch.eos_ids
     float_kv = None if arms.pair.model.plan.kv is None else arms.float_kv
-    accuracy = evaluate(
-        arms.original,
-        arms.pair.target,
-        target.tokenizer,
-        recipe,
-        folders,
-        progress,
-        eos_ids=eos_ids,
-        float_kv=float_kv,
-    )
-    return accuracy.measured_on(provenance_of(arms.pair, draft=False))
+    halves, text = (arms.original, arms.pair.target), recipe.evaluation.fidelity
+    found = evaluate(*halves, target.tokenizer, recipe, folders, progress, eos_ids=eos_ids, float_kv=float_kv)
+    if text is None:
+        return found.measured_on(provenance_of(arms.pair, draft=False))
+    answers, drafts = measure_answers(*halves, target.tokenizer, text, eos_ids, progress), arms.drafts
+    found = found.model_copy(update={"answers": answers}).measured_on(provenance_of(arms.pair, draft=False))
+    if drafts is None:
+        return found
+    draft = measure_draft(halves[1], drafts, target.tokenizer, text, progress)
+    draft = draft.model_copy(update={"provenance": provenance_of(arms.pair, draft=True)})
+    return found.model_copy(update={"draft": draft})
 
 
 def original_runs(arms: Arms) -> dict[str, Arm]:
     """The arms of the models as they came. A draft that is a copy of the target is the pair's own for both."""
     target, draft = arms.originals.target, arms.originals.draft
-    if draft is None or not kind_of(arms.recipe.draft).separate:
+    if draft is None or arms.original_draft is None or not kind_of(arms.recipe.draft).separate:
         return original_arms(arms.pair, (target, arms.original))
-    return original_arms(arms.pair, (target, arms.original), (draft, arms.float_decoder(draft)))
+    return original_arms(arms.pair, (target, arms.original), (draft, arms.original_draft))

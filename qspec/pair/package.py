@@ -89,6 +89,7 @@ def seal(pair: Path, results: Mapping[str, Any], report: Path) -> None:
         update={
             "measurements": tuple(_measurements({k: v for k, v in results.items() if k != "recipe"}, manifest)),
             "lossless": _proof(speed) if proven else None,
+            "despite": results.get("despite", ""),
             "files": tuple(sorted([*kept, *_files(pair, version)], key=lambda entry: entry.path)),
         }
     )

@@ -7,11 +7,11 @@ from typing import Literal
 from qspec.numerics.statistics.evidence import Evidence
 from qspec.readable import Interval, Numeral, interval, number, percent
 
-Tone = Literal["good", "bad", "open", "plain"]
-"""good / bad: the numbers carry it; open: they do not decide; plain: a statement."""
+Tone = Literal["good", "bad", "open", "plain", "danger"]
+"""good / bad: the numbers carry it; open: they do not decide; plain: a statement; danger: not to be used as it is."""
 
 
-TONES: dict[Tone, str] = {"good": "pass", "bad": "fail", "open": "undecided", "plain": "note"}
+TONES: dict[Tone, str] = {"good": "pass", "bad": "fail", "open": "undecided", "plain": "note", "danger": "danger"}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from qspec.numerics.statistics.evidence import Evidence, of_share
 from qspec.readable import interval, number, percent, percents, size, times
 from qspec.report.arms import did_nothing, drafting, gain, idle_drafts, over_first, pair_arm, target_arm
 from qspec.report.document import Tile, Tiles, Tone, sure
+from qspec.report.quality import NOT_READY, quality_findings
 from qspec.report.verdict import TONES, budget_findings, lossless, losslessness
 from qspec.schema.results import Ratio, Results, Speed, TaskResult
 
@@ -21,7 +22,8 @@ def lead(results: Results) -> str:
 def _broken(results: Results) -> list[str]:
     changed = [f for f in (losslessness(results.speed) if results.speed else []) if f.tone == "bad"]
     missed = [f.text.partition(" missed")[0] for f in budget_findings(results) if f.tone == "bad"]
-    found = ["drafting changes the output"] if changed else []
+    found = [f"not ready: {f.text}" for f in quality_findings(results) if f.word == NOT_READY][:1]
+    found += ["drafting changes the output"] if changed else []
     return [*found, *([f"missed: {', '.join(missed)}"] if missed else [])]
 
 

@@ -1,17 +1,18 @@
 """What the numbers carry, in sentences: what holds, what was lost, and what did not pay."""
 
-import math
+from pathlib import Path
 
 from qspec.measure.items import subject_evidence, task_evidence, task_verdict
 from qspec.measure.prove import CERTAIN, SHIFT
 from qspec.numerics.statistics.evidence import Evidence, of_ratio
 from qspec.numerics.statistics.pareto import paying
 from qspec.numerics.statistics.predictive import TOLERANCE, miss, off
+from qspec.pair.check import measured, read_manifest, stale
 from qspec.readable import interval, number, percent, percents, times
 from qspec.report.arms import Fastest, at, did_nothing, drafting, fastest, gain, idle_drafts, pair_arm, plain_of
 from qspec.report.document import Finding, Tone, least, sure
+from qspec.report.quality import lost_acceptance, quality_findings, quality_obstacles
 from qspec.schema.results import (
-    Acceptance,
     BatchSpeed,
     Equality,
     Fidelity,
@@ -28,10 +29,6 @@ MANY_CUT = 0.2
 """Share of truncated answers from which a score is called weak evidence."""
 
 
-LEAST_KEPT = 0.9
-"""Share of the original's tokens per step, below which a pair's drafts are called spoilt."""
-
-
 LOSS, OPEN, FEW = "loss", "not shown", "too few"
 
 
@@ -42,10 +39,10 @@ TONES: dict[int, Tone] = {1: "good", 0: "open", -1: "bad"}
 
 
 def findings(results: Results) -> list[Finding]:
-    """The verdict, most important first: losslessness, accuracy, budgets, speed. What did not pay: `negatives`."""
-    found, speed = list[Finding](), results.speed
-    if speed is not None:
-        found += [*losslessness(speed), *lost_acceptance(speed)]
+    """The verdict, most important first; what is dangerous comes before all. What did not pay: `negatives`."""
+    speed = results.speed
+    proven = [] if speed is None else [*losslessness(speed), *lost_acceptance(speed)]
+    found = sorted([*proven, *quality_findings(results)], key=lambda finding: finding.tone != "danger")
     found += [_task(task) for task in results.accuracy.tasks]
     if results.accuracy.fidelity is not None:
         found.append(_fidelity(results.accuracy.fidelity))
@@ -67,11 +64,20 @@ def negatives(results: Results) -> list[Finding]:
 
 
 def blockers(results: Results) -> list[str]:
-    """What speaks against giving a pair to others: drafts that change the output or that rounding has spoilt, budgets
-    that were missed.
+    """Why a pair is not ready, and not to be given to others: its quality, drafts that change the output or that are
+    spoilt, budgets that were missed.
     """
-    told = [*losslessness(results.speed), *lost_acceptance(results.speed)] if results.speed else []
-    return [finding.text for finding in [*told, *budget_findings(results)] if finding.tone == "bad"]
+    speed = results.speed
+    told = [*losslessness(speed), *lost_acceptance(speed)] if speed else []
+    against = [finding.text for finding in [*told, *budget_findings(results)] if finding.tone in ("bad", "danger")]
+    return [*quality_obstacles(results), *against]
+
+
+def obstacles(pair: Path) -> list[str]:
+    """Why a pair in a folder is not ready: `blockers` of what was measured, and what was not measured as it is now."""
+    manifest = read_manifest(pair)
+    results = measured(pair, manifest)
+    return ["nothing was measured"] if results is None else [*blockers(results), *stale(manifest, results)]
 
 
 def losslessness(speed: Speed) -> list[Finding]:
@@ -93,32 +99,6 @@ def _sampled(law: Marginals) -> Finding:
     if law.detectable > SHIFT:
         return Finding("open", f"sampled text is not shown to leave the target's law; only {shift} {seen}")
     return Finding("good", f"sampled text follows the target's law; {shift} {seen}")
-
-
-def lost_acceptance(speed: Speed) -> list[Finding]:
-    """Drafts of the pair that fare worse than those on the original: rounding, or a kernel, has spoilt a layer.
-
-    Judged by teacher-forced acceptance, which no draft-length policy moves; drafts without laws have none.
-    """
-    if not speed.arms:
-        return []
-    own, first = pair_arm(speed), speed.arms[0].arm
-    before = next((arm for arm, base in plain_of(speed).items() if base == first and arm != own), None)
-    pooled = {(a.arm, a.temperature): a for a in speed.acceptance if a.category == "all"}
-    both = [(pooled.get((before or "", temperature)), a) for (arm, temperature), a in pooled.items() if arm == own]
-    return [finding for base, a in both if base is not None and (finding := _spoilt(base, a)) is not None]
-
-
-def _spoilt(before: Acceptance, after: Acceptance) -> Finding | None:
-    was, now = before.teacher_forced, after.teacher_forced
-    if was is None or now is None or now.value >= LEAST_KEPT * was.value:
-        return None
-    (low, _), (_, high) = (forced.ci or (0.0, math.inf) for forced in (was, now))
-    told = f"{number(now.value)} of its drafts stand, teacher-forced, against {number(was.value)} of {before.arm}"
-    text = f"{after.arm}: {told}{at(after.temperature)}: rounding spoils the drafts"
-    if high < LEAST_KEPT * low:
-        return Finding("bad", text, LOSS)
-    return Finding("open", f"{text}, or noise", OPEN)
 
 
 def lossless(equality: Equality) -> Finding:
@@ -306,7 +286,7 @@ def _beside_pair(best: Fastest, own: str, when: str) -> Finding:
 
 
 def budget_findings(results: Results) -> list[Finding]:
-    """A sentence for every limit that the report can judge (`max_kl`, `min_recovery`, `ttft_s`)."""
+    """A sentence for every limit that the report can judge (all but `memory_gb` and `minutes`)."""
     budget = results.recipe.get("budget") or {}
     found: list[Finding] = []
     fidelity, speed = results.accuracy.fidelity, results.speed
@@ -314,6 +294,9 @@ def budget_findings(results: Results) -> list[Finding]:
     if (limit := budget.get("max_kl")) is not None:
         name = f"KL budget {number(limit)} nats/token"
         found.append(_missing(name) if fidelity is None else _at_most(name, fidelity.kl, limit))
+    if (limit := budget.get("min_agreement")) is not None:
+        name = f"agreement budget {percent(limit)}"
+        found.append(_missing(name) if fidelity is None else _at_least(name, fidelity.top1_agreement, limit))
     if (limit := budget.get("min_recovery")) is not None:
         name = f"recovery budget {percent(limit)}"
         found += [_recovery(name, task, limit) for task in tasks] or [_missing(name)]
@@ -345,19 +328,23 @@ def _recovery(name: str, task: TaskResult, limit: float) -> Finding:
     low, high = task.recovery_ci or tuple(1 + end / task.original.value for end in task.difference.ci or (0.0, 0.0))
     numbers = f"{task.task} keeps {percent(task.quantized.value / task.original.value)}"
     numbers += f" (95 % CI {percents((low, high))}, n = {task.original.n})"
-    if low >= limit:
-        return Finding("good", f"{name} met: {numbers}")
-    if high < limit:
-        return Finding("bad", f"{name} missed: {numbers}")
-    return Finding("open", f"{name} undecided, the interval spans it: {numbers}")
+    return _decided(name, numbers, met=low >= limit, missed=high < limit)
 
 
 def _at_most(name: str, measured: Measurement, limit: float) -> Finding:
     """Met or missed when the interval says so, else undecided."""
     low, high = measured.ci or (measured.value, measured.value)
     numbers = f"{number(measured.value)} (95 % CI {interval(measured.ci)}, n = {measured.n})"
-    if high <= limit:
-        return Finding("good", f"{name} met: {numbers}")
-    if low > limit:
-        return Finding("bad", f"{name} missed: {numbers}")
+    return _decided(name, numbers, met=high <= limit, missed=low > limit)
+
+
+def _at_least(name: str, measured: Measurement, limit: float) -> Finding:
+    low, high = measured.ci or (measured.value, measured.value)
+    numbers = f"{percent(measured.value)} (95 % CI {percents(measured.ci)}, n = {measured.n})"
+    return _decided(name, numbers, met=low >= limit, missed=high < limit)
+
+
+def _decided(name: str, numbers: str, *, met: bool, missed: bool) -> Finding:
+    if met or missed:
+        return Finding("good" if met else "bad", f"{name} {'met' if met else 'missed'}: {numbers}")
     return Finding("open", f"{name} undecided, the interval spans it: {numbers}")

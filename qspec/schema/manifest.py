@@ -93,7 +93,10 @@ class Validity(Strict):
 
 
 class Manifest(Strict):
-    """`pair.json`. `exportable` False comes with a `reason`."""
+    """`pair.json`. `exportable` False comes with a `reason`.
+
+    despite: why the pair is to be used although it is not ready, by whoever made it.
+    """
 
     format_version: Literal[1] = FORMAT_VERSION
     name: str
@@ -110,6 +113,7 @@ class Manifest(Strict):
     environment: dict[str, str] = Field(default_factory=dict)
     measurements: tuple[dict[str, Any], ...] = ()
     lossless: dict[str, Any] | None = None
+    despite: str = ""
     files: tuple[FileEntry, ...] = Field(max_length=MOST_FILES)
 
     @field_validator("files")

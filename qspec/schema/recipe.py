@@ -253,6 +253,7 @@ class BudgetSpec(Strict):
     memory_gb: float | None = Field(default=None, gt=0)
     minutes: float | None = Field(default=24 * 60, gt=0)
     max_kl: float | None = Field(default=None, gt=0, description="nats per token against the original")
+    min_agreement: float | None = Field(default=None, gt=0, le=1, description="share of equal most likely tokens")
     min_recovery: float | None = Field(default=None, gt=0, le=1.5, description="task score / original's")
     ttft_s: float | None = Field(default=None, gt=0)
 

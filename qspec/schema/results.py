@@ -184,11 +184,46 @@ class Needles(Measured):
     rows: tuple[NeedleRow, ...]
 
 
+class Answer(Record):
+    """A short greedy answer of each arm to the beginning of a held-out text.
+
+    `…_loop`: the largest share of its tokens that are those a few places before (1: a loop, or no answer); `finite`:
+    whether every logit of the quantized arm was a number.
+    """
+
+    original: str
+    quantized: str
+    original_loop: float
+    quantized_loop: float
+    finite: bool = True
+
+
+class Answers(Measured):
+    """Short answers, of texts that both arms were given the beginnings of."""
+
+    rows: tuple[Answer, ...]
+
+
+class DraftFidelity(Measured):
+    """How close the packaged draft is to the one that it was made from, on held-out text.
+
+    `acceptance`, `unrounded_acceptance`: mean sum of minima of the quantized target's law and that of the packaged
+    draft, or of the draft as it came, behind every token. Of speculator heads: of the first.
+    """
+
+    kl: Measurement
+    top1_agreement: Measurement
+    acceptance: Measurement
+    unrounded_acceptance: Measurement
+
+
 class Accuracy(Record):
     """What `evaluate` returns. `domains`: fidelity on further texts."""
 
     fidelity: Fidelity | None = None
     domains: tuple[Fidelity, ...] = ()
+    answers: Answers | None = None
+    draft: DraftFidelity | None = None
     needles: Needles | None = None
     tasks: tuple[TaskResult, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -201,12 +236,12 @@ class Accuracy(Record):
     def parts(self) -> list[tuple[str, Measured]]:
         """Measurements, each with what people call it."""
         named: list[tuple[str, Measured]] = [(f"fidelity on {text.data}", text) for text in self.texts]
-        if self.needles is not None:
-            named.append(("needles", self.needles))
+        others = {"short answers": self.answers, "the draft's fidelity": self.draft, "needles": self.needles}
+        named += [(name, part) for name, part in others.items() if part is not None]
         return named + [(f"{task.task} ({task.backend})", task) for task in self.tasks]
 
     def measured_on(self, provenance: Provenance) -> "Accuracy":
-        """The same, with `provenance` on every part."""
+        """The same, with `provenance` on every part that is of the target; the draft's is of both halves."""
 
         def noted(part: M) -> M:
             return part.model_copy(update={"provenance": provenance})
@@ -214,6 +249,8 @@ class Accuracy(Record):
         return Accuracy(
             fidelity=self.fidelity and noted(self.fidelity),
             domains=tuple(map(noted, self.domains)),
+            answers=self.answers and noted(self.answers),
+            draft=self.draft,
             needles=self.needles and noted(self.needles),
             tasks=tuple(map(noted, self.tasks)),
             skipped=self.skipped,
@@ -227,6 +264,8 @@ class Accuracy(Record):
         return Accuracy(
             fidelity=texts[0] if texts else None,
             domains=texts[1:],
+            answers=new.answers or self.answers,
+            draft=new.draft or self.draft,
             needles=new.needles or self.needles,
             tasks=(*new.tasks, *(part for part in stay if isinstance(part, TaskResult))),
             skipped=new.skipped if new.tasks else self.skipped,
@@ -432,6 +471,7 @@ class Results(Record):
     """Everything a report says. `notes` are the quantizer's sentences by model (`target`, `draft`).
 
     `environment` is that of the speed if there is one: each part says in its `provenance` where it was measured.
+    despite: why the pair is to be used although it is not ready, by whoever made it.
     """
 
     format_version: Literal[1] = 1
@@ -442,6 +482,7 @@ class Results(Record):
     speed: Speed | None = None
     notes: dict[str, tuple[str, ...]] = {}
     limits: tuple[str, ...] = ()
+    despite: str = ""
 
     @model_validator(mode="before")
     @classmethod

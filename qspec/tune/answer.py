@@ -7,6 +7,7 @@ from functools import cached_property
 from qspec.numerics.statistics.evidence import useful
 from qspec.numerics.statistics.pareto import choose, excess, front, schedule
 from qspec.planning.tune_space import Space
+from qspec.report.quality import FEWER
 from qspec.schema.recipe import BudgetSpec
 from qspec.tune.predict import Model, Prediction
 
@@ -67,7 +68,8 @@ def pick(every: Sequence[Prediction], budget: BudgetSpec) -> tuple[Prediction, b
 
 
 def limits(budget: BudgetSpec) -> tuple[float | None, ...]:
-    return None, budget.max_kl, budget.ttft_s, budget.memory_gb
+    """What `Prediction.limited` may be; without `max_kl` what `qspec run` calls ready of any number of bits."""
+    return None, budget.max_kl or FEWER.kl, budget.ttft_s, budget.memory_gb
 
 
 def within(prediction: Prediction, budget: BudgetSpec) -> bool:

@@ -17,6 +17,7 @@ from qspec.progress import Progress
 from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.report.gate import Outcome, judge, parse
+from qspec.report.quality import quality_obstacles
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import FidelitySpec, TaskSpec
 from qspec.schema.results import Accuracy, Results
@@ -92,3 +93,22 @@ def test_a_damaged_quantization_is_caught(model: LoadedModel, sound: QuantizedMo
     broken = results(model, damaged(sound, damage), "broken")
     assert {(o.missed, o.noise) for o in judged(broken).values()} == {(True, "noise does not explain it")}
     assert broken.accuracy.tasks[0].verdict.startswith("quantized is worse by")
+
+
+def test_inputs_that_one_channel_fills_are_not_ready(model: LoadedModel, sound: QuantizedModel):
+    """Would catch INT8 that rounds all inputs but one to 0, KL 20 and "time time time", called ready and published."""
+    tensors, arch = dict(model.tensors), model.arch
+    for layer in arch.layers:
+        parts = {"input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+        parts["post_attention_layernorm"] = ("mlp.gate_proj", "mlp.up_proj")
+        for norm, linears in parts.items():
+            scale = torch.ones(arch.hidden_size).index_fill(0, torch.tensor([7]), 2e4)
+            tensors[f"{layer}.{norm}.weight"] = tensors[f"{layer}.{norm}.weight"] * scale
+            for linear in linears:
+                tensors[f"{layer}.{linear}.weight"] = tensors[f"{layer}.{linear}.weight"] / scale
+    same = replace(model, tensors=tensors)
+    broken = quantize(same, None, build_plan(QuantSpec(scheme="W8A8")))
+    assert quality_obstacles(results(model, sound, "sound")) == []
+    kl, agreement = quality_obstacles(results(same, broken, "broken"))
+    assert "not at most 0.2" in kl
+    assert "not at least 60 %" in agreement

@@ -222,6 +222,16 @@ def test_budgets_exclude_and_the_nearest_is_named(tmp_path: Path, model: Path) -
     assert chosen.seconds == min(p.seconds for p in every)
 
 
+def test_gibberish_is_no_winner_without_a_budget(tmp_path: Path, model: Path) -> None:
+    """A fast pair that writes nonsense, which `qspec run` then calls not ready."""
+    found = toy([True] * 9)
+    sound, broken = found.predict("t", "d", 2, 1e6), found.predict("t", "d", 4, 1e6)
+    broken = replace(broken, kl=22.0, seconds=sound.seconds / 2)
+    budget = tuned(tmp_path, model).budget.model_copy(update={"max_kl": None})
+    assert pick([sound, broken], budget) == (sound, True)
+    assert pick([broken], budget) == (broken, False)
+
+
 SCHEMES = {"W8A8": {"scheme": "W8A8"}, "W4A16": {"scheme": "W4A16", "group_size": 32}}
 
 

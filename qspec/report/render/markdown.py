@@ -4,7 +4,7 @@ import re
 
 from qspec.report.document import Block, Details, Document, Finding, Heading, Paragraph, Table, as_table
 
-MARKS = {"good": "✔", "bad": "✘", "open": "?", "plain": "·"}
+MARKS = {"good": "✔", "bad": "✘", "open": "?", "plain": "·", "danger": "⛔"}
 
 
 def render(document: Document) -> str:
@@ -21,8 +21,9 @@ def _block(block: Block) -> str:
     match block:
         case Heading(text):
             return f"## {_text(text)}\n"
-        case Finding(tone, text):
-            return f"- {MARKS[tone]} {_text(text)}"
+        case Finding(tone, text, word):
+            said = f"**{_text(word)}:** " if tone == "danger" and word else ""
+            return f"- {MARKS[tone]} {said}{_text(text)}"
         case Paragraph(text):
             return f"{_text(text)}\n"
         case Table(caption, columns, rows):
