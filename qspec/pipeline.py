@@ -1,6 +1,6 @@
 """The main job: recipe in, proven pair and report out. It reads top to bottom; every value is made once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 import shutil
@@ -23,7 +23,7 @@ from qspec.pair.package import package, refuse_guessed, seal, tidy
 from qspec.planning.planned import PlannedPair, plan_half
 from qspec.planning.preview import admit
 from qspec.planning.preview_text import duration
-from qspec.planning.remarks import time_findings
+from qspec.planning.remarks import remarks, time_findings
 from qspec.progress import Progress, setup_log
 from qspec.provenance import (
     atomic_write,
@@ -99,7 +99,8 @@ def run(
         if not _is_complete(recipe, out, resume):  # another run may have taken it while models were loaded
             atomic_write(out / "recipe.yaml", recipe.dump())
             setup_log(out / "run.log")
-            _make(recipe, originals, out, progress, despite)
+            warnings = [str(finding) for finding in remarks(planned) if finding.level == "warning"]
+            _make(recipe, originals, out, progress, despite, warnings)
     progress.close()
     return out / "pair"
 
@@ -115,8 +116,12 @@ def _excuse(out: Path, despite: str) -> None:
     _clean(out)
 
 
-def _make(recipe: Recipe, originals: Originals, out: Path, progress: Progress, despite: str) -> None:
-    """Everything from the models to the report, in a folder that is this run's alone."""
+def _make(
+    recipe: Recipe, originals: Originals, out: Path, progress: Progress, despite: str, warnings: Sequence[str]
+) -> None:
+    """Everything from the models to the report, in a folder that is this run's alone. warnings: of the plan."""
+    for warning in warnings:
+        progress.say(f"warning: {warning}")
     pair = out / "pair"
     if pair.exists():
         _same_source(pair, originals)
@@ -131,6 +136,7 @@ def _make(recipe: Recipe, originals: Originals, out: Path, progress: Progress, d
         speed = _kept(out / "work/speed.json", Speed, lambda: _bench(arms, progress))
     engine = engine_name(arms.pair.target)
     results = results_of(arms.pair.manifest, recipe, accuracy, speed, engine=engine)
+    results = results.model_copy(update={"limits": (*results.limits, *(f"Warned of: {told}" for told in warnings))})
     if against := blockers(results):
         progress.say(f"not ready: {'; '.join(against)}")
         results = results.model_copy(update={"despite": despite})

@@ -62,6 +62,10 @@ def test_run_makes_a_pair_whose_drafts_change_nothing(kind: str, model: Path, ot
         read_manifest(folder).despite == ""
     )  # a sound pair carries no excuse, which a later fault would be covered by
     assert qspec.obstacles(folder) == []
+    if kind == "self":  # what the plan warns of is said at the start, logged, and kept with the numbers
+        told = "KV formats fp8_e4m3 (target) and auto (draft)"
+        assert f"warning: {told}" in (out / "run.log").read_text(encoding="utf-8")
+        assert told in (out / "report/report.md").read_text(encoding="utf-8").replace("\\", "")
     assert {p.name for p in (out / "report").iterdir()} == {*(f"report.{end}" for end in ENDS), "results.json"}
     assert not (out / "work").exists()
     results = Results.read(out / "report" / "results.json")

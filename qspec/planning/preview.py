@@ -24,7 +24,7 @@ from qspec.schemes.footprint import Footprint
 
 
 def admit(recipe: Recipe) -> PlannedPair:
-    """The resolved pair, if it can be made; raises the first refusal otherwise. Called before any compute."""
+    """The resolved pair, if it can be made; raises all refusals as one error otherwise. Called before any compute."""
     pair = resolve(recipe)
     raise_refused(remarks(pair))
     return pair

@@ -32,10 +32,12 @@ class Finding:
 
 
 def raise_refused(findings: Iterable[Finding]) -> None:
-    """Raise the first refusal, if there is one."""
-    for finding in findings:
-        if finding.level == "refused":
-            raise RecipeError(finding.value, finding.rule, finding.fix)
+    """Raise all refusals as one error, the first in front, if there are any."""
+    refused = list(dict.fromkeys(finding for finding in findings if finding.level == "refused"))
+    if refused:
+        first, *others = refused
+        also = "".join(f"; also refused: {finding}" for finding in others)
+        raise RecipeError(first.value, first.rule, first.fix + also)
 
 
 def device_findings(

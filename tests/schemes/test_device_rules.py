@@ -102,6 +102,16 @@ def test_first_refusal_is_raised_with_its_three_parts():
     assert (caught.value.value, caught.value.fix) == ("W8A8 on b200 (SM100)", "use scheme: FP8_DYNAMIC")
 
 
+def test_all_refusals_come_at_once():
+    """Would catch a second refusal that shows only after the first was mended, one a run."""
+    findings = [*device_findings(read_device("b200"), {"l": layer_scheme("W8A8")}, None)]
+    findings += device_findings(read_device("a100"), {"l": layer_scheme("FP8")}, KVScheme(FP8_E5M2, "tensor"))
+    with pytest.raises(RecipeError) as caught:
+        raise_refused([*findings, *findings])
+    assert str(caught.value).count("also refused: ") == 2
+    assert "FP8 matmul needs SM89 or newer" in str(caught.value)
+
+
 def recipe(device: str, target: KVSpec | None, draft: KVSpec | None) -> Recipe:
     model = ModelSpec(model="org/m", quantization=QuantSpec(kv=target))
     return Recipe(name="t", device=device, target=model, draft=SelfDraft(kind="self", quantization=QuantSpec(kv=draft)))
