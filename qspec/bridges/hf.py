@@ -1,10 +1,12 @@
 """transformers and tokenizers: what a `config.json` means, model folders, and tokenizers."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 import copy
 from dataclasses import dataclass
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -212,6 +214,25 @@ def load_tokenizer(folder: str | Path) -> "HFTokenizer":
     return open_tokenizer(path)
 
 
+@contextmanager
+def _without_mistral_advice(folder: Path) -> Iterator[None]:
+    """transformers tells every large tokenizer whose config has no version to mend Mistral's pattern; here those of
+    Mistral kinds alone hear it.
+    """
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    log = logging.getLogger("transformers.tokenization_utils_tokenizers")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "fix_mistral_regex" not in record.getMessage()
+
+    if "mistral" not in str(config.get("model_type", "mistral")):
+        log.addFilter(other)
+    try:
+        yield
+    finally:
+        log.removeFilter(other)
+
+
 def open_tokenizer(folder: Path) -> "HFTokenizer":
     """`load_tokenizer`, for files that were tried out before."""
     from transformers import AutoTokenizer
@@ -220,7 +241,8 @@ def open_tokenizer(folder: Path) -> "HFTokenizer":
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise SourceError(str(path), "holds no tokenizer", "add tokenizer.json and tokenizer_config.json to the folder")
     try:
-        inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        with _without_mistral_advice(path):
+            inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # from KeyError to the Rust parser's own type
         raise SourceError(str(path), f"has an unreadable tokenizer ({_one_line(error)})", _FIX_TOKENIZER) from error
     if getattr(inner, "backend_tokenizer", None) is None:
@@ -245,7 +267,7 @@ class HFTokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         _require_unicode(text)
-        return [int(i) for i in self.inner.encode(text, add_special_tokens=special)]
+        return [int(i) for i in self.inner.encode(text, add_special_tokens=special, verbose=False)]
 
     def trial(self, text: str) -> list[int]:
         """A request through the chat template, if there is one; raises `SourceError` if the template is at fault."""

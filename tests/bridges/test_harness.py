@@ -229,3 +229,10 @@ def test_unknown_names_are_one_line(monkeypatch: pytest.MonkeyPatch):
     ):
         with pytest.raises(RecipeError, match=message), tasks.find_tasks(task):
             pass
+
+
+def test_the_leaderboards_mmlu_pro_reads_the_same_rows(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    """Would catch a task that is refused offline although its rows are those of `mmlu_pro`, which lie here."""
+    monkeypatch.setenv("QSPEC_DATA", str(data_dir))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert tasks.require(TaskSpec(name="leaderboard_mmlu_pro", limit=3), 4096) == 3

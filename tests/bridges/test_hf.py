@@ -1,13 +1,22 @@
 """What a transformers folder means, against transformers' own models of the same config."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from qspec.bridges.hf import HFTokenizer, arch_from_config, clean_config, load_folder, load_tokenizer, read_config
+from qspec.bridges.hf import (
+    HFTokenizer,
+    arch_from_config,
+    clean_config,
+    load_folder,
+    load_tokenizer,
+    open_tokenizer,
+    read_config,
+)
 from qspec.bridges.layout import tensor_shapes
 from qspec.bridges.tensors import SINGLE, LazyTensors, read_tensors, write_tensors
 from qspec.errors import OutputError, SourceError
@@ -385,3 +394,26 @@ def test_files_that_cannot_be_written_are_output_errors(tmp_path: Path, folders:
         write_tensors(tmp_path / SINGLE, {"x": torch.ones(10)})
     with pytest.raises(OutputError, match="cannot be written"):
         load_tokenizer(folders["llama"]).save(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "warned"), [("qwen2", False), ("llama", False), ("mistral", True)])
+def test_advice_for_mistral_is_for_mistral(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, warned: bool
+):
+    """Would catch a warning of wrong ids, which are right, for each tokenizer of Qwen; or Mistral's own kept quiet."""
+    from transformers import AutoTokenizer
+
+    folder, name = tiny_model("llama", tmp_path / kind), "transformers.tokenization_utils_tokenizers"
+    edit(folder / "config.json", model_type=kind)
+    advice = "set the `fix_mistral_regex=True` flag"
+
+    def load(*_: object, **__: object) -> None:
+        logging.getLogger(name).warning(advice)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with pytest.raises(SourceError, match="enough"):
+        open_tokenizer(folder)
+    assert (advice in caplog.text) == warned
+    assert not logging.getLogger(name).filters

@@ -19,6 +19,8 @@ from qspec.eval_files import eval_dir
 from qspec.schema.problems import closest
 from qspec.schema.recipe import MMLU_PRO_SUBJECTS, TaskSpec
 
+_LEADERBOARD = "leaderboard_mmlu_pro"
+"""MMLU-Pro with its choices scored in place of answers written, in one part, over the same rows."""
 DEFAULT_GEN_TOKS = 256
 """Answer length of generative tasks that state none, as in the harness's own models."""
 
@@ -59,6 +61,9 @@ def find_tasks(task: TaskSpec) -> Iterator[tuple[list[str], Any]]:
     with tempfile.TemporaryDirectory() as folder:
         if task.name == "mmlu_pro":
             yield [str(path) for path in _mmlu_pro_files(task, Path(folder))], _index(defaults=False)
+        elif task.name == _LEADERBOARD and (data := local_files("mmlu_pro")):
+            original = _definitions() / "leaderboard" / "mmlu_pro" / "mmlu_pro.yaml"
+            yield [str(_local_task(original, data, Path(folder), _LEADERBOARD))], _index(defaults=False)
         elif all(path.is_file() for path in own):
             yield [str(_continued(path, Path(folder))) for path in own], _index(defaults=False)
         else:
@@ -106,15 +111,15 @@ def _mmlu_pro_files(task: TaskSpec, folder: Path) -> list[Path]:
     chosen = [subject.replace(" ", "_") for subject in task.subjects or MMLU_PRO_SUBJECTS]
     originals = [source / f"mmlu_pro_{subject}.yaml" for subject in chosen]
     data = local_files("mmlu_pro")
-    return [_local_task(original, data, folder) for original in originals] if data else originals
+    return [_local_task(original, data, folder, original.stem) for original in originals] if data else originals
 
 
-def _local_task(original: Path, data: Mapping[str, Path], folder: Path) -> Path:
+def _local_task(original: Path, data: Mapping[str, Path], folder: Path, name: str) -> Path:
     """A task file (JSON is YAML) that includes `original` and reads the local rows."""
     files = {"test": str(data["test"]), "validation": str(data["fewshot"])}
     content = {
         "include": str(original),
-        "task": original.stem,
+        "task": name,
         "dataset_path": "parquet",
         "dataset_kwargs": {"data_files": files},
     }
