@@ -50,12 +50,11 @@ def joined(items: Iterable[object]) -> str:
     return " ".join(map(str, items))
 
 
-def chart(caption: str, values: dict[str, list[float]], mark: float | None = None) -> Bars:
+def chart(caption: str, values: dict[str, list[float]], mark: float | None = None, axis: str = "") -> Bars:
     """A bar per kind: the median over its layers, a line from the least to the greatest."""
     spread = {kind: extent(found) for kind, found in values.items()}
-    return Bars(
-        caption, tuple(Bar(kind, s.median, number(s.median), (s.min, s.max)) for kind, s in spread.items()), mark
-    )
+    bars = tuple(Bar(kind, s.median, number(s.median), (s.min, s.max)) for kind, s in spread.items())
+    return Bars(caption, bars, mark, axis)
 
 
 def by_layer(caption: str, layers: Sequence[Sequence[float]]) -> Bars:

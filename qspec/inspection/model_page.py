@@ -110,7 +110,7 @@ def charts(view: ModelView) -> list[Block]:
     blocks: list[Block] = [Heading("By kind of layer")]
     for name in SCHEMES:
         values = {kind: [x.sqnr_db[name] for x in layers if name in x.sqnr_db] for kind, layers in kinds.items()}
-        blocks.append(chart(f"SQNR of {name} weights, dB (median; line: all layers)", values))
+        blocks.append(chart(f"SQNR of {name} weights, dB (median; line: all layers)", values, axis="dB"))
     weights = {kind: [x.weight.kurtosis for x in layers] for kind, layers in kinds.items()}
     blocks.append(chart("Kurtosis of weights (median; line: all layers; mark: normal law)", weights, mark=3.0))
     if view.calibration is not None:

@@ -126,10 +126,10 @@ def charts(view: PairView) -> list[Block]:
         kinds = by_key(half.layers, part)
         stored = {kind: sum(x.bytes for x in layers) for kind, layers in kinds.items()}
         bars = tuple(Bar(kind, float(total), size(total)) for kind, total in stored.items())
-        blocks += [Heading(f"{half.name}: charts"), Bars("Bytes by kind of layer", bars)]
+        blocks += [Heading(f"{half.name}: charts"), Bars("Bytes by kind of layer", bars, axis="bytes")]
         shares = {k: [100 * x.saturated for x in v if x.saturated is not None] for k, v in kinds.items()}
         saturated = {kind: found for kind, found in shares.items() if found}
-        blocks.append(chart("Saturated codes, % (median; line: all layers)", saturated))
+        blocks.append(chart("Saturated codes, % (median; line: all layers)", saturated, axis="%"))
         if half.kv is not None and half.kv.origin != "at run time":
             blocks.append(by_layer("Largest key that a layer's scale can hold", [x.amax for x in half.kv.keys]))
             blocks.append(by_layer("Largest value that a layer's scale can hold", [x.amax for x in half.kv.values]))

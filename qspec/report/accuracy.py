@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from qspec.measure.items import subject_evidence, task_evidence, task_verdict
 from qspec.numerics.statistics.evidence import of_ratio
-from qspec.readable import Numeral, count, interval, number, percent, percents, times
+from qspec.readable import Interval, Numeral, count, interval, number, percent, percents, times
 from qspec.report.document import Bar, Block, Details, Dots, Heading, Paragraph, Table, compact, least, sure_cell
 from qspec.schema.results import Accuracy, Fidelity, Measurement, Scalar, TaskResult
 
@@ -49,7 +49,7 @@ def _texts(texts: Sequence[Fidelity]) -> list[Block]:
         )
         for (name, ratio), text in zip(ratios, texts, strict=True)
     )
-    chart = Dots("Perplexity, quantized over original, by text (line: 95 % CI)", bars, mark=1.0)
+    chart = Dots("Perplexity, quantized over original, by text (line: 95 % CI)", bars, mark=1.0, axis="ratio")
     return [chart, compact("Fidelity by text; perplexity is the original's", columns, rows)]
 
 
@@ -106,16 +106,21 @@ def _sub_tasks(task: TaskResult) -> list[Block]:
     )
     heads = ("items", "original", "quantized", "difference", "95 % CI", "detectable drop", "p, corrected")
     bars = tuple(
-        Bar(_short(task, s.task), s.quantized - s.original, _points(s.quantized - s.original), s.difference.ci)
+        Bar(_short(task, s.task), 100 * (s.quantized - s.original), _points(s.quantized - s.original), _hundredfold(m))
         for s in task.sub_tasks
-        if s.difference is not None
+        if (m := s.difference) is not None
     )
-    chart = [Dots(f"{label}: quantized - original by subject (line: 95 % CI)", bars, mark=0.0)] if bars else []
+    caption = f"{label}: quantized - original by subject (line: 95 % CI)"
+    chart = [Dots(caption, bars, mark=0.0, axis="points")] if bars else []
     return [*chart, compact(f"{label} by sub-task", ("", *heads), rows)]
 
 
 def _short(task: TaskResult, name: str) -> str:
     return name.removeprefix(f"{task.task}_").replace("_", " ")
+
+
+def _hundredfold(difference: Measurement) -> Interval:
+    return None if difference.ci is None else (100 * difference.ci[0], 100 * difference.ci[1])
 
 
 def _points(difference: float) -> Numeral:

@@ -73,20 +73,22 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars from zero on one scale; `mark` draws a reference line (1.0 for ratios)."""
+    """Bars from zero on one scale; `mark` draws a reference line (1.0 for ratios). axis: name or unit of the values."""
 
     caption: str
     bars: tuple[Bar, ...]
     mark: float | None = None
+    axis: str = ""
 
 
 @dataclass(frozen=True)
 class Dots:
-    """Values with their intervals around a reference line, `mark`: where no effect is."""
+    """Values with their intervals around a reference line, `mark`: where no effect is. axis: as of `Bars`."""
 
     caption: str
     bars: tuple[Bar, ...]
     mark: float
+    axis: str = ""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,8 @@ def _kinds(speed: Speed, name: Naming) -> list[Block]:
         for a in speed.acceptance
         if a.drafted and (found := of_share(a.alpha.ci, a.prompts))
     )
-    return [Dots("Acceptance α by kind of prompt (line: 95 % CI over prompts)", bars, mark=0.0)] if bars else []
+    caption = "Acceptance α by kind of prompt (line: 95 % CI over prompts)"
+    return [Dots(caption, bars, mark=0.0, axis="α")] if bars else []
 
 
 def _positions(speed: Speed, name: Naming) -> list[Block]:

@@ -22,15 +22,19 @@ from qspec.schema.text import dump_yaml
 def report(results: Results, folder: Path) -> Path:
     """Write `results.json` and the report in all its forms into `folder`; returns the page's path."""
     atomic_write(folder / "results.json", results.dump())
-    return write(document(results), folder)
+    return write(document(results), folder, "results.json")
 
 
-def write(page: Document, folder: Path) -> Path:
-    """Write `report.html`, `.md`, `.csv` and `.json` into `folder`; returns the page's path."""
+def write(page: Document, folder: Path, *beside: str) -> Path:
+    """Write `report.html`, `.md`, `.csv` and `.json` into `folder`; returns the page's path.
+
+    beside: names of other files of numbers that lie there, for the page to link to.
+    """
     atomic_write(folder / "report.md", report_markdown.render(page))
     atomic_write(folder / "report.csv", report_data.as_csv(page))
     atomic_write(folder / "report.json", report_data.as_json(page))
-    atomic_write(folder / "report.html", report_html.render(page))
+    links = (*beside, "report.csv", "report.json", "report.md")
+    atomic_write(folder / "report.html", report_html.render(page, links))
     return folder / "report.html"
 
 

@@ -60,7 +60,7 @@ def _rates(speed: Speed, name: Naming) -> Bars:
         Bar(name(a.arm, a.temperature), a.decode_rate.median, number(a.decode_rate.median), quartiles(a.decode_rate))
         for a in speed.arms
     )
-    return Bars("Decoding speed, tokens/s (median; line: quartiles)", bars)
+    return Bars("Decoding speed, tokens/s (median; line: quartiles)", bars, axis="tokens/s")
 
 
 def _ratios(speed: Speed, name: Naming) -> list[Block]:
@@ -72,7 +72,8 @@ def _ratios(speed: Speed, name: Naming) -> list[Block]:
     )
     caption = "Speedup: time per token of the baseline over the arm's, same prompts (line: 95 % CI)"
     columns = ("", "speedup", "95 % CI", "detectable", "prompts")
-    return [Dots(caption, bars, mark=1.0), compact("Speedup, how sure", columns, rows)] if bars else []
+    dots = Dots(caption, bars, mark=1.0, axis="speedup")
+    return [dots, compact("Speedup, how sure", columns, rows)] if bars else []
 
 
 def _lengths(speed: Speed, name: Naming) -> list[Block]:
@@ -105,7 +106,7 @@ def _kinds(speed: Speed, name: Naming) -> list[Block]:
             text = f"{times(value)} ({sure_cell(found)}; {len(values)} prompts)"
             bars.append(Bar(f"{name(ratio.arm, ratio.temperature)}: {kind}", value, text, found.ci))
     caption = "Speedup of drafting over the same target without, by kind of prompt (line: 95 % CI)"
-    return [Dots(caption, tuple(bars), mark=1.0)] if bars else []
+    return [Dots(caption, tuple(bars), mark=1.0, axis="speedup")] if bars else []
 
 
 def _arms(speed: Speed, name: Naming) -> Table:

@@ -168,8 +168,9 @@ def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = 
     study = Study(job, out, progress)
     with sole_writer(out):
         found = predict_device(study.pieces, read_device(device))
-        atomic_write(out / f"what-if-{device}.json", json.dumps(found.as_data(), indent=1) + "\n")
-        atomic_write(out / f"what-if-{device}.html", report_html.render(found.document(recipe.name)))
+        data = f"what-if-{device}.json"
+        atomic_write(out / data, json.dumps(found.as_data(), indent=1) + "\n")
+        atomic_write(out / f"what-if-{device}.html", report_html.render(found.document(recipe.name), [data]))
     study.progress.close()
     return found
 
@@ -179,7 +180,8 @@ def _write(study: Study, found: Outcome) -> None:
     job = study.space.recipe_of(best.target, best.draft, best.gamma)
     atomic_write(out / "recipe.yaml", scheduled(job, predicted.schedule if best == predicted.chosen else []).dump())
     atomic_write(out / "tune.json", json.dumps(as_data(found) | {"environment": environment()}, indent=1) + "\n")
-    atomic_write(out / "tune.html", report_html.render(document(found, study.recipe.name)))
+    page = report_html.render(document(found, study.recipe.name), ["tune.json", "recipe.yaml"])
+    atomic_write(out / "tune.html", page)
 
 
 def scheduled(job: Recipe, by_batch: Sequence[tuple[int, int, int]]) -> Recipe:

@@ -453,6 +453,7 @@ def test_all_files_hold_the_same_numbers(tmp_path: Path):
     path = report(example(), tmp_path / "report")
     assert path.name == "report.html"
     assert Results.read(path.with_name("results.json")) == example()
+    assert '<a href="results.json">results.json</a>' in path.read_text(encoding="utf-8")
     html, markdown = path.read_text(encoding="utf-8"), path.with_name("report.md").read_text(encoding="utf-8")
     with path.with_name("report.csv").open(encoding="utf-8", newline="") as lines:
         cells = list(csv.DictReader(lines))

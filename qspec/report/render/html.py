@@ -3,14 +3,15 @@
 The script sorts and filters tables and shows what a point of a plot is; the page says the same without it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 import math
 from pathlib import Path
 import re
+from urllib.parse import quote
 
-from qspec.readable import Numeral, Range, percent
+from qspec.readable import Interval, Numeral, Range, percent, size
 from qspec.report.document import (
     TONES,
     Bar,
@@ -29,16 +30,19 @@ from qspec.report.document import (
     Tiles,
     as_table,
 )
-from qspec.report.render.svg import KINDS, marker, plot_svg
+from qspec.report.render.axis import Axis, axis_over, tick_text
+from qspec.report.render.svg import KINDS, cut_off, marker, plot_svg
 
 WIDTH = 1000
 """Units across a bar; it stretches to the page."""
+MOST_TICKS = 5
+"""Of a scale under rows: as many labels as a phone is wide."""
 PARTS = 3
 """Colours of a stack."""
 
 
-def render(document: Document) -> str:
-    """The whole page."""
+def render(document: Document, beside: Sequence[str] = ()) -> str:
+    """The whole page. beside: names of files that lie beside it and hold its numbers, for programs."""
     style, script = (Path(__file__).with_name(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     body = "\n".join(_run(kind, list(run)) for kind, run in groupby(document.blocks, _kind))
     lead = f'<p class="lead">{escape(document.lead)}</p>\n' if document.lead else ""
@@ -47,8 +51,13 @@ def render(document: Document) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(document.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         f'<h1>{escape(document.title)}</h1>\n<p class="subtitle">{escape(document.subtitle)}</p>\n'
-        f"{lead}{_contents(document)}{body}\n</main>\n<script>\n{script}</script>\n</body>\n</html>\n"
+        f"{lead}{_files(beside)}{_contents(document)}{body}\n</main>\n<script>\n{script}</script>\n</body>\n</html>\n"
     )
+
+
+def _files(beside: Sequence[str]) -> str:
+    links = ", ".join(f'<a href="{escape(quote(name), quote=True)}">{escape(name)}</a>' for name in beside)
+    return f'<p class="files">The numbers as files: {links}</p>\n' if links else ""
 
 
 def _kind(block: Block) -> type[Block]:
@@ -87,13 +96,13 @@ def _block(block: Block) -> str:
         case Tiles():
             return _tiles(block)
         case Bars():
-            return _figure(block.caption, _bars(block))
+            return _rows(block, axis_over(_values(block), [] if block.mark is None else [block.mark], zero=True))
         case Dots():
-            return _figure(block.caption, _dots(block))
+            return _rows(block, axis_over(_values(block), [block.mark]))
         case Stack():
             return _stack(block)
         case Plot():
-            return _figure(block.caption, _keys(block) + plot_svg(block) + _numbers(block))
+            return _figure(_caption(block.caption, cut_off(block)), _keys(block) + plot_svg(block) + _numbers(block))
         case Details(title, lines, code, folded):
             inner = f"<pre>{escape(chr(10).join(lines))}</pre>" if code else _list(lines)
             return f"<details{'' if folded else ' open'}><summary>{escape(title)}</summary>{inner}</details>"
@@ -104,9 +113,12 @@ def _figure(caption: str, inner: str) -> str:
 
 
 def _table(table: Table) -> str:
+    """A table in a box that scrolls by itself, also with the keyboard."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = "".join(f"<tr>{''.join(_cells(row))}</tr>" for row in table.rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    name = escape(table.caption, quote=True)
+    whole = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="wide" tabindex="0" role="group" aria-label="{name}">{whole}</div>'
 
 
 def _cells(row: tuple[str, ...]) -> Iterator[str]:
@@ -131,70 +143,85 @@ def _tiles(block: Tiles) -> str:
     return f'<section class="tiles" aria-label="{escape(block.caption, quote=True)}">{tiles}</section>'
 
 
-def _bars(chart: Bars) -> str:
-    ends = [bar.interval[1] if bar.interval else bar.value for bar in chart.bars]
-    top = max([*filter(math.isfinite, (*ends, *(bar.value for bar in chart.bars))), chart.mark or 0.0, 1e-12]) * 1.02
-    rows: list[str] = []
-    for bar in chart.bars:
-        shapes = f'<rect class="f0" width="{_x(bar.value, 0, top)}" height="10"/>'
-        rows.append(_bar_row(bar.label, shapes + _line(bar, 0, top) + _mark(chart.mark, 0, top), bar.text))
-    return _aligned(rows)
+def _values(chart: Bars | Dots) -> list[tuple[float, Interval]]:
+    return [(bar.value, bar.interval) for bar in chart.bars]
 
 
-def _dots(chart: Dots) -> str:
-    """Values with their intervals; the scale holds every value and the mark, and intervals as far as that allows."""
-    values = [*(bar.value for bar in chart.bars if math.isfinite(bar.value)), chart.mark]
-    reach = 2 * (max(values) - min(values)) or 0.1
-    ends = [end for bar in chart.bars for end in bar.interval or () if abs(end - chart.mark) <= reach]
-    low, high = min(*values, *ends), max(*values, *ends)
-    low, high = low - 0.05 * (high - low), high + 0.05 * (high - low) or 1.0
-    rows: list[str] = []
+def _rows(chart: Bars | Dots, axis: Axis) -> str:
+    """A row per value, with its interval, over one scale; bars begin at 0, dots stand around the mark."""
+    rows = []
     for bar in chart.bars:
-        at = _x(bar.value, low, high)
-        dot = f'<path class="dot" vector-effect="non-scaling-stroke" d="M{at} 5h.01"/>'
-        rows.append(_bar_row(bar.label, _mark(chart.mark, low, high) + _line(bar, low, high) + dot, bar.text))
-    return _aligned(rows)
+        at, zero = _x(axis, bar.value), _x(axis, 0.0)
+        if isinstance(chart, Bars):
+            left, wide = min(at, zero), abs(at - zero)
+            shape = f'<rect class="f0" x="{left:.1f}" width="{wide:.1f}" y="1" height="8"/>'
+            shapes = shape + _line(bar, axis)
+        else:
+            dot = f'<path class="dot" vector-effect="non-scaling-stroke" d="M{at:.1f} 5h.01"/>'
+            shapes = _line(bar, axis) + (dot if math.isfinite(bar.value) else "")
+        rows.append(_bar_row(bar.label, shapes + _mark(chart.mark, axis), bar.text, axis))
+    cut = any(not axis.holds(end) for _, ci in _values(chart) for end in ci or ())
+    return _figure(_caption(chart.caption, cut), _aligned(rows, axis, chart.axis))
+
+
+def _caption(caption: str, cut: bool) -> str:
+    return f"{caption}; an arrow: the interval goes on beyond the scale" if cut else caption
 
 
 def _stack(stack: Stack) -> str:
     keys = "".join(f'<span class="key f{i % PARTS}"></span>{escape(part)}' for i, part in enumerate(stack.parts))
-    rows: list[str] = []
+    rows, axis = [], Axis(0.0, 100.0)
     for label, shares in stack.rows:
         at, shapes = 0.0, ""
         for i, share in enumerate(shares):
-            shapes += f'<rect class="f{i % PARTS}" x="{_x(at, 0, 1)}" width="{_x(share, 0, 1)}" height="10"/>'
+            begin, end = _x(axis, 100 * at), _x(axis, 100 * (at + share))
+            shapes += f'<rect class="f{i % PARTS}" x="{begin:.1f}" width="{end - begin:.1f}" height="10"/>'
             at += share
-        rows.append(_bar_row(label, shapes, " / ".join(map(percent, shares))))
-    return f"<figure><figcaption>{escape(stack.caption)}{keys}</figcaption>{_aligned(rows)}</figure>"
+        rows.append(_bar_row(label, shapes, " / ".join(map(percent, shares)), axis))
+    return f"<figure><figcaption>{escape(stack.caption)}{keys}</figcaption>{_aligned(rows, axis, '%')}</figure>"
 
 
-def _aligned(rows: list[str]) -> str:
-    return f'<div class="bars">{"".join(rows)}</div>'
+def _aligned(rows: list[str], axis: Axis, name: str) -> str:
+    """Rows over their scale. Text is HTML, because the pictures of rows are stretched."""
+    text = size if name == "bytes" else tick_text
+    ticks = "".join(
+        f'<span style="left:{100 * axis.share(value):.2f}%">{escape(text(value))}</span>'
+        for value in axis.ticks(MOST_TICKS)
+    )
+    scale = f'<div class="bar scale" aria-hidden="true"><span></span><div class="ticks">{ticks}</div>'
+    return f'<div class="bars">{"".join(rows)}{scale}<span>{escape(name)}</span></div></div>'
 
 
-def _bar_row(label: str, shapes: str, text: str) -> str:
+def _bar_row(label: str, shapes: str, text: str, axis: Axis) -> str:
     name = escape(f"{label}: {text}", quote=True)
-    svg = f'<svg viewBox="0 0 {WIDTH} 10" preserveAspectRatio="none" role="img" aria-label="{name}">{shapes}</svg>'
+    grid = "".join(f"M{_x(axis, value):.1f} 0V10" for value in axis.ticks(MOST_TICKS))
+    lines = f'<path class="grid" vector-effect="non-scaling-stroke" d="{grid}"/>'
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH} 10" preserveAspectRatio="none" role="img" aria-label="{name}">{lines}{shapes}</svg>'
+    )
     return f'<div class="bar"><span>{escape(label)}</span>{svg}<span>{escape(text)}</span></div>'
 
 
-def _line(bar: Bar, low: float, high: float) -> str:
+def _line(bar: Bar, axis: Axis) -> str:
+    """An interval; an end that the scale does not hold is an arrow."""
     if bar.interval is None:
         return ""
-    start, end = (_x(side, low, high) for side in bar.interval)
-    return f'<path class="whisker" vector-effect="non-scaling-stroke" d="M{start} 5H{end}"/>'
+    low, high = bar.interval
+    start, end = _x(axis, low), _x(axis, high)
+    path = f"M{start:.1f} 5H{end:.1f}"
+    path += "" if axis.holds(low) else f"M{start + 9:.1f} 1.5L{start:.1f} 5L{start + 9:.1f} 8.5"
+    path += "" if axis.holds(high) else f"M{end - 9:.1f} 1.5L{end:.1f} 5L{end - 9:.1f} 8.5"
+    return f'<path class="whisker" vector-effect="non-scaling-stroke" d="{path}"/>'
 
 
-def _mark(mark: float | None, low: float, high: float) -> str:
+def _mark(mark: float | None, axis: Axis) -> str:
     if mark is None:
         return ""
-    return f'<path class="mark" vector-effect="non-scaling-stroke" d="M{_x(mark, low, high)} 0V10"/>'
+    return f'<path class="mark" vector-effect="non-scaling-stroke" d="M{_x(axis, mark):.1f} 0V10"/>'
 
 
-def _x(value: float, low: float, high: float) -> str:
-    """Position on the chart; values beyond it, and those that are none, are drawn at its edge."""
-    share = (value - low) / (high - low) if not math.isnan(value) else 0.0
-    return f"{WIDTH * min(1.0, max(0.0, share)):.1f}"
+def _x(axis: Axis, value: float) -> float:
+    return WIDTH * axis.share(value)
 
 
 def _keys(plot: Plot) -> str:

@@ -1,41 +1,71 @@
 """Plots as inline SVG: axes, points with their intervals, lines. Colours and dark mode come from the page's style."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 import math
 
-from qspec.readable import Interval, interval, number
+from qspec.readable import interval, number
 from qspec.report.document import Plot, Point, Series
+from qspec.report.render.axis import Axis, axis_over, tick_text
 
-WIDTH, HEIGHT = 460, 300
-LEFT, RIGHT, TOP, BOTTOM = 50, 16, 30, 44
+WIDTH, TOP, BOTTOM, RIGHT, DIGIT = 420, 34, 44, 14, 6.7
+HEIGHT = 290
+"""Of a figure, in units that are about pixels on a phone; DIGIT: of a tick's character."""
 KINDS = 6
 """Series that differ in colour and shape; further ones begin again."""
-Scale = Callable[[float], float]
+LONGEST_NAME = 26
+"""Characters of a point's name beside it; the table below has all of it."""
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Both scales of a plot, and where they lie in the figure."""
+
+    x_axis: Axis
+    y_axis: Axis
+    left: float
+
+    def x(self, value: float) -> float:
+        return self.left + (WIDTH - RIGHT - self.left) * self.x_axis.share(value)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM + (TOP - HEIGHT + BOTTOM) * self.y_axis.share(value)
 
 
 def plot_svg(plot: Plot) -> str:
     """One figure, its values in tooltips; the page shows them as a table too."""
     points = [point for series in plot.series for point in series.points]
-    xs, ys = _extent((p.x, p.x_interval) for p in points), _extent((p.y, p.y_interval) for p in points)
-    if plot.guide == "diagonal":
-        xs = ys = (min(xs[0], ys[0]), max(xs[1], ys[1]))
-    if plot.guide == "one":
-        ys = (min(ys[0], 1.0), max(ys[1], 1.0))
-    xs, ys = _padded(*xs, plot.log_x), _padded(*ys)
-    if ys[0] < 0.4 * ys[1]:
-        ys = (min(0.0, ys[0]), ys[1])
-    x, y = _scale(*xs, LEFT, WIDTH - RIGHT, plot.log_x), _scale(*ys, HEIGHT - BOTTOM, TOP, False)
-    parts = [*_axes(plot, xs, ys, x, y), *_guide(plot, xs, ys, x, y)]
+    frame = _frame(plot, points)
+    parts = [*_axes(plot, frame), *_guide(plot, frame)]
     for i, series in enumerate(plot.series):
-        aside = 4 * (i - (len(plot.series) - 1) / 2) if series.joined else 0.0
-        parts += _series(series, i % KINDS, _moved(x, aside), y)
+        aside = 5 * (i - (len(plot.series) - 1) / 2) if series.joined else 0.0
+        parts += _series(series, i % KINDS, frame, aside)
     if plot.named:
-        parts += _names([(point.label, x(point.x), y(point.y)) for point in points])
+        parts += _names([(point.label, frame.x(point.x), frame.y(point.y)) for point in points], frame.left)
     about = escape(f"{plot.caption}: {len(points)} points, {plot.x} against {plot.y}", quote=True)
     return f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{about}">{"".join(parts)}</svg>'
+
+
+def _frame(plot: Plot, points: Sequence[Point]) -> Frame:
+    across, up = [(p.x, p.x_interval) for p in points], [(p.y, p.y_interval) for p in points]
+    if plot.guide == "diagonal":
+        y_axis = x_axis = axis_over([*across, *up])
+    else:
+        x_axis = axis_over(across, log=True if plot.log_x else None)
+        y_axis = axis_over(up, [1.0] if plot.guide == "one" else [])
+    widest = max(len(tick_text(value)) for value in y_axis.ticks() or [0.0])
+    return Frame(x_axis, y_axis, max(34.0, 12 + DIGIT * widest))
+
+
+def cut_off(plot: Plot) -> bool:
+    """Whether an interval ends in an arrow, because the scale does not hold its end."""
+    points = [point for series in plot.series for point in series.points if math.isfinite(point.y)]
+    frame = _frame(plot, points)
+    sides = [(frame.x_axis, point.x_interval) for point in points] + [(frame.y_axis, p.y_interval) for p in points]
+    return any(not axis.holds(end) for axis, ci in sides for end in ci or ())
 
 
 def marker(kind: int, x: float, y: float) -> str:
@@ -51,116 +81,97 @@ def marker(kind: int, x: float, y: float) -> str:
     return shapes[kind % KINDS]
 
 
-def ticks(low: float, high: float, least: float = 0.0, most: int = 6) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart, at least `least`) between the ends."""
-    rough = max(least, (high - low) / most)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of two, thinned to what fits."""
-    powers = [2.0**i for i in range(math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9) + 1)]
-    return powers[:: max(1, math.ceil(len(powers) / 6))] or [low]
-
-
-def _extent(values: Iterable[tuple[float, Interval]]) -> tuple[float, float]:
-    """Least and greatest of all finite values and ends of intervals; intervals may not stretch a plot fivefold."""
-    listed = list(values)
-    centres = [value for value, _ in listed if math.isfinite(value)] or [0.0]
-    low, high = min(centres), max(centres)
-    reach = 2 * (high - low) or abs(high) or 1.0
-    ends = [end for _, ci in listed if ci is not None for end in ci if low - reach <= end <= high + reach]
-    return min([low, *ends]), max([high, *ends])
-
-
-def _padded(low: float, high: float, log: bool = False) -> tuple[float, float]:
-    """Room around the values."""
-    if log:
-        room = max(1.1, (high / low) ** 0.06)
-        return low / room, high * room
-    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-    return low - room, high + room
-
-
-def _scale(low: float, high: float, start: float, end: float, log: bool) -> Scale:
-    a, b = (math.log(low), math.log(max(high, 1.01 * low))) if log else (low, high)
-
-    def place(value: float) -> float:
-        at = math.log(value) if log else value
-        share = (at - a) / (b - a)
-        return start + (end - start) * min(1.0, max(0.0, share))
-
-    return place
-
-
-def _moved(scale: Scale, pixels: float) -> Scale:
-    """Series over the same places stand beside each other, so that their intervals can be told apart."""
-    return lambda value: scale(value) + pixels
-
-
-def _axes(plot: Plot, xs: tuple[float, float], ys: tuple[float, float], x: Scale, y: Scale) -> Iterable[str]:
+def _axes(plot: Plot, frame: Frame) -> Iterator[str]:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    for value in ticks(*ys):
-        yield f'<path class="grid" d="M{LEFT} {y(value):.1f}H{right}"/>'
-        yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{_tick(value)}</text>'
+    for value in frame.y_axis.ticks():
+        yield f'<path class="grid" d="M{frame.left:.1f} {frame.y(value):.1f}H{right}"/>'
+        yield _text(tick_text(value), frame.left - 6, frame.y(value) + 4, "end")
     whole = all(float(point.x).is_integer() for series in plot.series for point in series.points)
-    for value in _log_ticks(*xs) if plot.log_x else ticks(*xs, least=float(whole)):
-        yield f'<path class="grid" d="M{x(value):.1f} {bottom}v4"/>'
-        yield f'<text x="{x(value):.1f}" y="{bottom + 17}" text-anchor="middle">{_tick(value)}</text>'
-    yield f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>'
-    yield f'<text class="name" x="{right}" y="{HEIGHT - 8}" text-anchor="end">{escape(plot.x)}</text>'
-    yield f'<text class="name" x="4" y="14">{escape(plot.y)}</text>'
+    shown = -math.inf
+    for value in frame.x_axis.ticks(least=float(whole)):
+        at, half = frame.x(value), DIGIT * len(tick_text(value)) / 2
+        yield f'<path class="axis" d="M{at:.1f} {bottom}v4"/>'
+        if at - half > shown:
+            shown = at + half + 8
+            yield _text(tick_text(value), min(at, WIDTH - half), bottom + 17, "middle")
+    yield f'<path class="axis" d="M{frame.left:.1f} {TOP}V{bottom}H{right}"/>'
+    yield _text(plot.x, right, HEIGHT - 8, "end", "name")
+    yield _text(plot.y, 4, 14, "start", "name")
 
 
-def _tick(value: float) -> str:
-    return f"{value:,.6g}"
+def _text(text: str, x: float, y: float, anchor: str, kind: str = "tick") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _guide(plot: Plot, xs: tuple[float, float], ys: tuple[float, float], x: Scale, y: Scale) -> Iterable[str]:
+def _guide(plot: Plot, frame: Frame) -> Iterator[str]:
     if plot.guide == "one":
-        yield f'<path class="mark" d="M{LEFT} {y(1.0):.1f}H{WIDTH - RIGHT}"/>'
+        yield f'<path class="mark" d="M{frame.left:.1f} {frame.y(1.0):.1f}H{WIDTH - RIGHT}"/>'
     if plot.guide == "diagonal":
-        low, high = max(xs[0], ys[0]), min(xs[1], ys[1])
-        yield f'<path class="mark" d="M{x(low):.1f} {y(low):.1f}L{x(high):.1f} {y(high):.1f}"/>'
+        low, high = frame.x_axis.low, frame.x_axis.high
+        yield f'<path class="mark" d="M{frame.x(low):.1f} {frame.y(low):.1f}L{frame.x(high):.1f} {frame.y(high):.1f}"/>'
 
 
-def _series(series: Series, kind: int, x: Scale, y: Scale) -> Iterable[str]:
-    places = [(point, x(point.x), y(point.y)) for point in series.points if math.isfinite(point.y)]
+def _series(series: Series, kind: int, frame: Frame, aside: float) -> Iterator[str]:
+    """aside: series over the same places stand beside each other, so that their intervals can be told apart."""
+    places = [(p, frame.x(p.x) + aside, frame.y(p.y)) for p in series.points if math.isfinite(p.y)]
     if series.joined and len(places) > 1:
         path = "L".join(f"{px:.1f} {py:.1f}" for _, px, py in places)
         yield f'<path class="line s{kind}" d="M{path}"/>'
     for point, px, py in places:
         tip = escape(_tip(series, point), quote=True)
-        shapes = _whiskers(point, px, py, x, y) + marker(kind, px, py)
+        shapes = _whiskers(point, px, py, frame) + marker(kind, px, py)
         yield f'<g class="point s{kind}" data-tip="{tip}"><title>{tip}</title>{shapes}</g>'
 
 
-def _names(places: Sequence[tuple[str, float, float]]) -> Iterable[str]:
-    """Each point's name where it covers no point and no other name, as far as there is such a place."""
-    taken = [(px - 5, py - 5, px + 5, py + 5) for _, px, py in places]
+def _names(places: Sequence[tuple[str, float, float]], start: float) -> Iterator[str]:
+    """Each point's name near it, where it covers no point and no other name; those without such a place have none."""
+    taken = [(px - 6, py - 6, px + 6, py + 6) for _, px, py in places]
     for label, px, py in places:
-        wide = 6.4 * len(label)
-        sides = ((px + 8, py - 8), (px + 8, py + 15), (px - 8 - wide, py - 8), (px - 8 - wide, py + 15))
-        boxes = [(left, base - 11, left + wide, base + 3) for left, base in sides]
-        free = [box for box in boxes if box[0] >= LEFT and box[2] <= WIDTH and not any(_meet(box, t) for t in taken)]
-        box = (free or boxes)[0]
-        taken.append(box)
-        yield f'<text x="{box[0]:.1f}" y="{box[3] - 3:.1f}">{escape(label)}</text>'
+        name = shortened(label)
+        wide = DIGIT * len(name)
+        for up in (-8, 15, -22, 29, -36, 43, -50, 57):
+            boxes = [(left, py + up - 11, left + wide, py + up + 3) for left in (px + 8, px - 8 - wide, px - wide / 2)]
+            free = next((b for b in boxes if _inside(b, start) and not any(_meet(b, other) for other in taken)), None)
+            if free is not None:
+                break
+        else:
+            continue
+        taken.append(free)
+        if abs(up) > 15:
+            middle = (free[0] + free[2]) / 2 if free[0] <= px <= free[2] else free[0] if free[0] > px else free[2]
+            yield f'<path class="leader" d="M{px:.1f} {py:.1f}L{middle:.1f} {free[3] if up < 0 else free[1]:.1f}"/>'
+        yield _text(name, free[0], free[3] - 3, "start", "label")
+
+
+def shortened(name: str) -> str:
+    """A name that fits beside a point: its beginning and its end, in which names of one kind differ."""
+    half = (LONGEST_NAME - 1) // 2
+    return name if len(name) <= LONGEST_NAME else f"{name[:half]}…{name[-half:]}"
+
+
+def _inside(box: Box, start: float) -> bool:
+    return box[0] >= start and box[2] <= WIDTH and box[1] >= TOP - 14 and box[3] <= HEIGHT - BOTTOM
 
 
 def _meet(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def _whiskers(point: Point, px: float, py: float, x: Scale, y: Scale) -> str:
+def _whiskers(point: Point, px: float, py: float, frame: Frame) -> str:
+    """Intervals; an end that the scale does not hold is an arrow."""
     drawn = ""
     if point.x_interval:
-        drawn += f'<path class="whisker" d="M{x(point.x_interval[0]):.1f} {py:.1f}H{x(point.x_interval[1]):.1f}"/>'
+        (low, high), axis = point.x_interval, frame.x_axis
+        a, b = frame.x(low) + px - frame.x(point.x), frame.x(high) + px - frame.x(point.x)
+        drawn += f'<path class="whisker" d="M{a:.1f} {py:.1f}H{b:.1f}"/>'
+        drawn += "" if axis.holds(low) else f'<path class="arrow" d="M{a + 5:.1f} {py - 4:.1f}l-5 4l5 4"/>'
+        drawn += "" if axis.holds(high) else f'<path class="arrow" d="M{b - 5:.1f} {py - 4:.1f}l5 4l-5 4"/>'
     if point.y_interval:
-        drawn += f'<path class="whisker" d="M{px:.1f} {y(point.y_interval[0]):.1f}V{y(point.y_interval[1]):.1f}"/>'
+        (low, high), axis = point.y_interval, frame.y_axis
+        a, b = frame.y(low), frame.y(high)
+        drawn += f'<path class="whisker" d="M{px:.1f} {a:.1f}V{b:.1f}"/>'
+        drawn += "" if axis.holds(low) else f'<path class="arrow" d="M{px - 4:.1f} {a - 5:.1f}l4 5l4 -5"/>'
+        drawn += "" if axis.holds(high) else f'<path class="arrow" d="M{px - 4:.1f} {b + 5:.1f}l4 -5l4 5"/>'
     return drawn
 
 

@@ -6,26 +6,7 @@ import re
 import pytest
 
 from qspec.report.document import Plot, Point, Series, as_table
-from qspec.report.render.svg import HEIGHT, KINDS, WIDTH, marker, plot_svg, ticks
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0.0, 1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-        (0.93, 1.31, [1.0, 1.1, 1.2, 1.3]),
-        (-7.0, 12.0, [-5.0, 0.0, 5.0, 10.0]),
-        (0.0, 420.0, [0.0, 100.0, 200.0, 300.0, 400.0]),
-    ],
-)
-def test_ticks_are_round(low: float, high: float, expected: list[float]):
-    """Would catch ticks such as 0.1333, and ones outside of the axis."""
-    assert ticks(low, high) == pytest.approx(expected)
-
-
-def test_positions_have_whole_ticks():
-    """Would catch an axis with a position 1.2."""
-    assert ticks(0.9, 2.1, least=1.0) == [1.0, 2.0]
+from qspec.report.render.svg import HEIGHT, KINDS, LONGEST_NAME, WIDTH, cut_off, marker, plot_svg, shortened
 
 
 def plot(**options: object) -> Plot:
@@ -63,8 +44,39 @@ def test_names_do_not_cover_each_other():
     near = tuple(Point(f"pair {i}", 1.0 + i / 100, 1.0) for i in range(4))
     far = (Point("far", 9.0, 9.0),)
     text = plot_svg(Plot("c", "x", "y", (Series("s", near + far),), named=True))
-    places = re.findall(r'<text x="([\d.]+)" y="([\d.]+)">pair', text)
+    places = re.findall(r'<text class="label" x="([\d.]+)" y="([\d.]+)" text-anchor="start">pair', text)
     assert len(set(places)) == 4
+
+
+def test_names_are_as_long_as_there_is_room():
+    """Would catch a long name that runs out of the figure, or one whose end, in which names differ, is cut."""
+    names = [f"smollm2-135m-int8-group-64-cpu-{i}" for i in range(40)]
+    text = plot_svg(Plot("c", "x", "y", (Series("s", tuple(Point(n, 1.0, 1.0) for n in names)),), named=True))
+    shown = re.findall(r'<text class="label" x="([\d.]+)"[^>]*>([^<]+)', text)
+    assert 0 < len(shown) < 40  # the others are in the table
+    assert all(float(x) + 6.7 * len(name) <= WIDTH for x, name in shown)
+    assert shortened(names[7]) == "smollm2-135m…up-64-cpu-7".replace("up-64-cpu-7", names[7][-12:])
+    assert len(shortened(names[7])) <= LONGEST_NAME
+    assert shortened("short") == "short"
+
+
+def test_an_interval_beyond_the_scale_ends_in_an_arrow():
+    """Would catch an interval that looks as if it ended where the picture does."""
+    wild = plot()
+    assert cut_off(wild)
+    assert plot_svg(wild).count('class="arrow"') == 2
+    tame = Plot("c", "x", "y", wild.series[:1])
+    assert not cut_off(tame)
+    assert 'class="arrow"' not in plot_svg(tame)
+
+
+def test_long_ticks_have_room():
+    """Would catch an axis whose numbers begin outside of the figure."""
+    series = Series("s", (Point("a", 1.0, -123456.0), Point("b", 2.0, 654321.0)))
+    text = plot_svg(Plot("c", "x", "y", (series,)))
+    ticks = re.findall(r'<text class="tick" x="([\d.]+)" y="[\d.]+" text-anchor="end">([^<]+)', text)
+    assert ("-100,000" in [label for _, label in ticks]) or ticks
+    assert min(float(x) - 6.7 * len(label) for x, label in ticks) > 0
 
 
 def test_a_plot_is_a_table_too():
