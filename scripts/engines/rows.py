@@ -62,6 +62,7 @@ def speed_row(head: Row, mine: Rounds, baseline: Rounds, plain: Rounds, ceiling:
         "ttft_s": round(median(first), 4),
         "repeats": len(mine),
         "spread": {"tok_s": spread(rates, 2), "ttft_s": spread(first, 4)},
+        "tok_s_by_round": {str(r): round(answer.tok_s(prompt), 2) for r, answer in mine.items()},
         "ratio_to_transformers_bf16": round(median(against), 3) if against else None,
         "ratio_spread": spread(against, 3) if against else None,
         "ratio_to_plain": round(median(gain), 3) if gain else None,

@@ -1,0 +1,279 @@
+"""Write the numbers of README.md and docs/ from the files of eval/baselines.
+
+A block stands between `<!-- figures: NAME -->` and `<!-- end -->`; its text is what the function of that name makes of a
+file. `tests/scripts/test_figures.py` holds every block to its file.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from math import log10
+from pathlib import Path
+import re
+from statistics import median
+from typing import Any
+
+from scipy.stats import ttest_rel
+
+from qspec.eval_files import eval_dir
+from qspec.provenance import atomic_write
+from qspec.schema.results import Results
+
+Row = Mapping[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("cpu", "fidelity", "tune", "vllm")))
+CORPORA = {"wikitext2": "WikiText-2", "code": "code", "pud_zh": "Chinese", "pud_ko": "Korean"}
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+
+
+def read(name: str) -> Any:
+    """A file of eval/baselines."""
+    return json.loads((eval_dir() / "baselines" / f"{name}.json").read_text("utf-8"))
+
+
+def three(value: float) -> str:
+    """Three digits, without the nought before the point: `.0131`, `1.25`, `119`."""
+    digits = max(0, 2 - int(log10(abs(value)) // 1)) if value else 0
+    return f"{value:.{digits}f}".removeprefix("0") or "0"
+
+
+def ratio(value: float, ci: Sequence[float] | None) -> str:
+    return f"{value:.2f}" if ci is None else f"{value:.2f} ({ci[0]:.2f} to {ci[1]:.2f})"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def machine(environment: Mapping[str, str]) -> str:
+    """Processor, instruction sets and threads, as every file tells them."""
+    threads = environment.get("threads of each engine") or environment.get("torch threads") or environment["threads"]
+    return f"{environment['cpu']} ({environment['instruction_sets']}), {threads} threads"
+
+
+def demo() -> str:
+    """The first recipe's own results."""
+    results = Results.model_validate(read("smollm2-135m-int8-cpu"))
+    assert results.accuracy.fidelity is not None
+    assert results.speed is not None
+    kl, speed = results.accuracy.fidelity.kl, results.speed
+    assert kl.ci is not None
+    rates = {arm.arm: f"{arm.decode_rate.median:.0f}" for arm in speed.arms}
+    found = {(pair.arm, pair.baseline): pair.speedup for pair in speed.ratios}
+
+    def times(arm: str, baseline: str) -> str:
+        speedup = found[arm, baseline]
+        shown = speedup.ci is not None and (speedup.ci[0] > 1 or speedup.ci[1] < 1)
+        return f"{ratio(speedup.value, speedup.ci)}{'' if shown else ': no difference shown'}"
+
+    equal = [f"{e.equal} of {e.n} ({e.arm})" for e in speed.equality]
+    condition = speed.condition
+    rows = [
+        ["distance to the original", f"KL {three(kl.value)} nats/token ({three(kl.ci[0])} to {three(kl.ci[1])}), {kl.n} windows"],
+        ["decoding, tokens/s (median)", ", ".join(f"{arm} {rate}" for arm, rate in rates.items())],
+        ["quantized over the original in float32", times("quantized", "original")],
+        ["the pair over the original in float32", times("quantized + draft", "original")],
+        ["the pair over its own target", times("quantized + draft", "quantized")],
+        ["answers equal to plain ones, token for token", ", ".join(equal)],
+    ]
+    where = f"{machine(results.environment)}, torch {results.environment['torch']}"
+    prompts = f"{condition['prompts']} prompts x {condition['repeats']}, {condition['max_new_tokens']} tokens each"
+    return f"{where}; {prompts}; ratios of time per token, geometric mean over prompts (95 % interval).\n\n" + table(
+        ["the first recipe", "measured"], rows
+    )
+
+
+ARMS = (
+    ("W8A8", "best", "smoothquant+gptq"),
+    ("FP8", "best", "rtn"),
+    ("FP8", "best", "smoothquant+gptq"),
+    ("FP8_DYNAMIC", "best", "rtn"),
+    ("FP8_DYNAMIC", "best", "smoothquant+gptq"),
+    ("W4A16 g64", "best", "awq"),
+    ("KV FP8 tensor", "calibrated", "static scales"),
+    ("KV FP8 head", "calibrated", "static scales"),
+)
+"""Format, qspec's arm, llm-compressor's: the same arms on all four corpora."""
+
+
+def fidelity() -> str:
+    """qspec's arm beside llm-compressor's, bold where the difference paired by window excludes 0 (95 %, Student's t)."""
+    rows = [row for row in read("fidelity")["rows"] if row["model"] == "smollm2" and "kl" in row]
+    cells = {(row["scheme"], row["engine"], row["method"], row["corpus"]): row for row in rows}
+
+    def cell(scheme: str, ours: str, theirs: str, corpus: str) -> str:
+        a, b = cells[scheme, "qspec", ours, corpus], cells[scheme, "llmcompressor", theirs, corpus]
+        values = [three(a["kl"]), three(b["kl"])]
+        if ttest_rel(a["kl_windows"], b["kl_windows"]).pvalue < 0.05:
+            better = int(b["kl"] < a["kl"])
+            values[better] = f"**{values[better]}**"
+        return " / ".join(values)
+
+    lines = [[arm[0], arm[2], *(cell(*arm, corpus) for corpus in CORPORA)] for arm in ARMS]
+    return table(["qspec / llm-compressor", "its method", *CORPORA.values()], lines)
+
+
+SHOWN = {
+    "qspec int4": "qspec W4A8 g32, INT8 head",
+    "qspec int4, zero points": "qspec W4A8 g32 with zero points, INT8 head",
+    "qspec int8, head too": "qspec W8A8, the head too",
+    "qspec int8 g64": "qspec W8A8 g64, the head too",
+    "qspec int8 g32": "qspec W8A8 g32, the head too",
+    "qspec int8": "qspec W8A8, head in float",
+    "qspec original": "qspec, original float32",
+    "llama.cpp Q4_0": "llama.cpp Q4_0",
+    "llama.cpp Q8_0": "llama.cpp Q8_0",
+    "openvino int8": "OpenVINO GenAI INT8",
+    "openvino int4": "OpenVINO GenAI INT4 g64",
+    "ctranslate2 int8": "CTranslate2 INT8",
+    "vllm bf16": "vLLM bf16",
+    "vllm int8": "vLLM INT8",
+    "transformers bf16": "transformers bf16",
+}
+
+
+GOALS = ("qspec int8 g64", "llama.cpp Q8_0"), ("qspec int4", "llama.cpp Q4_0")
+
+
+def _paired(ours: Row, theirs: Row) -> str:
+    """Tokens per second over another engine's, round by round: median and range."""
+    if "tok_s_by_round" not in ours:
+        return "not measured round by round"
+    rounds = [ours["tok_s_by_round"][r] / rate for r, rate in theirs["tok_s_by_round"].items()]
+    return f"{median(rounds):.2f} times ({min(rounds):.2f} to {max(rounds):.2f} by round)"
+
+
+def engines() -> str:
+    """CPU engines beside each other, fastest first, and the ratios that goals are set for."""
+    data = read("cpu_engines")
+    rows = [row for row in data["rows"] if row.get("speculation", "none") == "none"]
+    speeds = {(row["engine"], row["shape"]): row for row in rows if "tok_s" in row}
+    distances = {row["engine"]: row["kl"] for row in rows if row.get("corpus") == "wikitext2"}
+
+    def cell(engine: str, shape: str) -> str:
+        row = speeds.get((engine, shape))
+        if row is None:
+            return "–"
+        low, high = row["spread"]["tok_s"]
+        return f"{row['tok_s']:.0f} ({low:.0f} to {high:.0f})" if shape == "chat" else f"{row['tok_s']:.0f}"
+
+    known = [engine for engine in SHOWN if (engine, "chat") in speeds]
+    lines = [
+        [SHOWN[engine], *(cell(engine, shape) for shape in ("chat", "batch", "prefill")), (three(distances[engine]) if distances[engine] > 1e-6 else "0") if engine in distances else "–"]
+        for engine in sorted(known, key=lambda engine: -speeds[engine, "chat"]["tok_s"])
+    ]
+    rounds = speeds[known[0], "chat"]["repeats"]
+    where = f"{machine(data['environment'])} each, memory read {data['environment']['memory read']}; medians of {rounds} rounds in turns (range), {data['environment']['started'][:10]}."
+    head = ["SmolLM2-135M, tokens/s", "128 new, batch 1", "batch 8", "prompt of 512", "KL, WikiText-2"]
+    said = [f"{SHOWN[a]} over {SHOWN[b]}: {_paired(speeds[a, 'chat'], speeds[b, 'chat'])}." for a, b in GOALS]
+    return f"{where}\n\n{table(head, lines)}\n\n{' '.join(filter(None, said))}"
+
+
+DRAFTS = {
+    "ngram": "n-grams",
+    "suffix": "suffixes",
+    "mlp": "head",
+    "mlp + suffix": "head behind suffixes",
+    "self w4": "itself in W4A16",
+    "self w4 + suffix": "itself in W4A16, behind suffixes",
+}
+
+
+def _spec_rows(model: str) -> list[Row]:
+    return [row for row in read("spec_bench")["rows"] if row["model"] == model]
+
+
+def drafts() -> str:
+    """Speedup over plain decoding on all 480 prompts of Spec-Bench, by category."""
+    found = {(row["drafter"], row["category"]): row for row in _spec_rows("smollm2-int8, all prompts")}
+    lines = []
+    for category in dict.fromkeys(category for _, category in found):
+        one, both = found["suffix", category], found["mlp + suffix", category]
+        lines.append(
+            [category.replace("_", " "), str(one["n"]), ratio(one["speedup"], one["speedup_ci"]), three(one["tokens_per_step"])]
+            + [ratio(both["speedup"], both["speedup_ci"]), three(both["tokens_per_step"]), three(both["predicted"])]
+        )
+    head = ["", "n", "suffixes", "tokens/step", "head behind suffixes", "tokens/step", "predicted"]
+    return f"{machine(read('spec_bench')['environment'])}.\n\n{table(head, lines)}"
+
+
+def policies() -> str:
+    """Every draft under a fixed length of four and under `optimal`."""
+    found = {(row["drafter"], row["policy"]): row for row in _spec_rows("smollm2-int8") if row["category"] == "all"}
+    lines = []
+    for drafter, name in DRAFTS.items():
+        rows = [found[drafter, policy] for policy in ("fixed 4", "optimal")]
+        lines.append([name, *(text for row in rows for text in (three(row["tokens_per_step"]), ratio(row["speedup"], row["speedup_ci"]), three(row["predicted"])))])
+    head = ["draft", "tokens/step", "fixed 4", "predicted", "tokens/step", "`optimal`", "predicted"]
+    return f"n = {next(iter(found.values()))['n']} prompts.\n\n{table(head, lines)}"
+
+
+def groups() -> str:
+    """The first recipe's target: INT8 in groups of 64, with its head."""
+    rows = [row for row in _spec_rows("smollm2-int8, groups and head") if row["category"] == "all"]
+    lines = [[DRAFTS[row["drafter"]], str(row["n"]), ratio(row["speedup"], row["speedup_ci"]), three(row["tokens_per_step"]), three(row["predicted"])] for row in rows]
+    return table(["draft", "n", "speedup", "tokens/step", "predicted"], lines)
+
+
+def temperature() -> str:
+    """Acceptance by temperature, of the head and of prompt lookup."""
+    found = {(row["arm"], row["temperature"]): row for row in read("temperature")["speed"]["acceptance"] if row["category"] == "all"}
+    lines = []
+    for degree in sorted({degree for _, degree in found}):
+        cells = []
+        for arm in ("quantized + draft", "quantized + prompt lookup"):
+            row = found[arm, degree]
+            cells += [ratio(row["alpha"]["value"], row["alpha"]["ci"]), ratio(row["tokens_per_step"], row["tokens_per_step_ci"])]
+        lines.append([f"{degree:g}", *cells])
+    return table(["temperature", "head: α", "tokens/step", "prompt lookup: α", "tokens/step"], lines)
+
+
+def ablation() -> str:
+    """Each treatment of outliers alone and together, KL with its 95 % interval."""
+    rows = {(row["scheme"], row["method"], row["corpus"]): row for row in read("ablation")["rows"] if "kl" in row}
+    arms = dict.fromkeys((scheme, method) for scheme, method, _ in rows)
+
+    def cell(scheme: str, method: str, corpus: str) -> str:
+        row = rows[scheme, method, corpus]
+        return f"{three(row['kl'])} ({three(row['ci'][0])} to {three(row['ci'][1])})"
+
+    lines = [[scheme, method, *(cell(scheme, method, corpus) for corpus in ("wikitext2", "pud_zh"))] for scheme, method in arms]
+    return table(["format", "treatment", "WikiText-2", "Chinese"], lines)
+
+
+def tune() -> str:
+    """What the joint search chose, beside each technique alone."""
+    found = read("tune")
+    chosen = [row for row in found["confirmed"] if row["name"] == found["chosen"]["name"]]
+    fastest = max(found["confirmed"], key=lambda row: row["measured_tok_s"])
+    rows = [(row["name"], row) for row in found["single_techniques"]]
+    rows += [(f"chosen: {row['name']}", row) for row in chosen] + [(f"fastest run without a limit: {fastest['name']}", fastest)]
+    lines = [
+        [name, f"{row['measured_tok_s']:.1f}", " to ".join(f"{x:.1f}" for x in row["measured_ci"]), f"{row['kl']:.3f}", f"{row['predicted_tok_s']:.1f}" if "predicted_tok_s" in row else ""]
+        for name, row in rows
+    ]
+    error = found["error"]
+    said = f"{found['combinations']} combinations predicted, {len(found['confirmed'])} run; predictions missed by {100 * error['median']:.1f} % (median) and {100 * error['worst']:.1f} % (worst)."
+    return f"{machine(found['environment'])}; {said}\n\n" + table(["", "tokens/s", "95 % CI", "KL", "predicted"], lines)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    made.__name__: made for made in (demo, fidelity, engines, drafts, policies, groups, temperature, ablation, tune)
+}
+
+
+def filled(text: str) -> str:
+    """A page with every block made anew."""
+    return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text)
+
+
+def main() -> None:
+    for page in (ROOT / name for name in PAGES):
+        text = page.read_text("utf-8")
+        if (new := filled(text)) != text:
+            atomic_write(page, new)
+            print(f"{page.relative_to(ROOT)}: written anew")
+
+
+if __name__ == "__main__":
+    main()
