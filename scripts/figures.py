@@ -1,7 +1,7 @@
 """Write the numbers of README.md and docs/ from the files of eval/baselines.
 
-A block stands between `<!-- figures: NAME -->` and `<!-- end -->`; its text is what the function of that name makes of a
-file. `tests/scripts/test_figures.py` holds every block to its file.
+A block stands between `<!-- figures: NAME -->` and `<!-- end -->`; its text is what the function of that name makes of
+a file. `tests/scripts/test_figures.py` holds every block to its file.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,7 +69,10 @@ def demo() -> str:
     equal = [f"{e.equal} of {e.n} ({e.arm})" for e in speed.equality]
     condition = speed.condition
     rows = [
-        ["distance to the original", f"KL {three(kl.value)} nats/token ({three(kl.ci[0])} to {three(kl.ci[1])}), {kl.n} windows"],
+        [
+            "distance to the original",
+            f"KL {three(kl.value)} nats/token ({three(kl.ci[0])} to {three(kl.ci[1])}), {kl.n} windows",
+        ],
         ["decoding, tokens/s (median)", ", ".join(f"{arm} {rate}" for arm, rate in rates.items())],
         ["quantized over the original in float32", times("quantized", "original")],
         ["the pair over the original in float32", times("quantized + draft", "original")],
@@ -97,7 +100,7 @@ ARMS = (
 
 
 def fidelity() -> str:
-    """qspec's arm beside llm-compressor's, bold where the difference paired by window excludes 0 (95 %, Student's t)."""
+    """qspec's arm beside llm-compressor's; bold: better, the difference paired by window excludes 0 (95 %, t test)."""
     rows = [row for row in read("fidelity")["rows"] if row["model"] == "smollm2" and "kl" in row]
     cells = {(row["scheme"], row["engine"], row["method"], row["corpus"]): row for row in rows}
 
@@ -159,14 +162,79 @@ def engines() -> str:
 
     known = [engine for engine in SHOWN if (engine, "chat") in speeds]
     lines = [
-        [SHOWN[engine], *(cell(engine, shape) for shape in ("chat", "batch", "prefill")), (three(distances[engine]) if distances[engine] > 1e-6 else "0") if engine in distances else "–"]
+        [
+            SHOWN[engine],
+            *(cell(engine, shape) for shape in ("chat", "batch", "prefill")),
+            (three(distances[engine]) if distances[engine] > 1e-6 else "0") if engine in distances else "–",
+        ]
         for engine in sorted(known, key=lambda engine: -speeds[engine, "chat"]["tok_s"])
     ]
     rounds = speeds[known[0], "chat"]["repeats"]
-    where = f"{machine(data['environment'])} each, memory read {data['environment']['memory read']}; medians of {rounds} rounds in turns (range), {data['environment']['started'][:10]}."
+    facts = data["environment"]
+    memory = f"memory read {facts['memory read']}"
+    where = f"{machine(facts)} each, {memory}; medians of {rounds} rounds in turns (range), {facts['started'][:10]}."
     head = ["SmolLM2-135M, tokens/s", "128 new, batch 1", "batch 8", "prompt of 512", "KL, WikiText-2"]
     said = [f"{SHOWN[a]} over {SHOWN[b]}: {_paired(speeds[a, 'chat'], speeds[b, 'chat'])}." for a, b in GOALS]
     return f"{where}\n\n{table(head, lines)}\n\n{' '.join(filter(None, said))}"
+
+
+def instruction_sets() -> str:
+    """The C++ core under every instruction set of one CPU, in turns."""
+    data = read("instruction_sets")
+    cells = {(row["scheme"], row["isa"], row["task"]): row for row in data["rows"]}
+    tasks = dict.fromkeys(row["task"] for row in data["rows"])
+    lines = []
+    for scheme, isa in dict.fromkeys((row["scheme"], row["isa"]) for row in data["rows"]):
+        found = [cells[scheme, isa, task] for task in tasks]
+        ceiling = next(row["ceiling_tok_s"] for row in found if row["ceiling_tok_s"])
+        shown = [f"{row['tok_s']:.0f} ({row['spread'][0]:.0f} to {row['spread'][1]:.0f})" for row in found]
+        lines.append([scheme, isa, *shown, f"{ceiling:.0f}"])
+    rounds, memory = data["rows"][0]["rounds"], data["environment"]["memory read"]
+    where = (
+        f"{machine(data['environment'])}, memory read {memory}; tokens/s, medians of {rounds} rounds in turns (range)."
+    )
+    return f"{where}\n\n" + table(["weights", "instructions", *tasks, "decoding at most"], lines)
+
+
+def profile() -> str:
+    """Parts of a decoded token of the first recipe's target."""
+    data = read("profile_cpu")
+    lines = [
+        [
+            part["name"],
+            f"{part['ms']:.2f}",
+            f"{part['share']:.0%}",
+            f"{part['bytes'] / 1000000.0:.1f} MB" if part["bytes"] else "",
+            f"{part['ms'] / part['floor_ms']:.2f}" if part["floor_ms"] else "",
+        ]
+        for part in data["parts"]
+    ]
+    memory = f"{data['bytes_per_token'] / 1e6:.0f} MB a token at {data['bandwidth'] / 1e9:.1f} GB/s"
+    ceiling = f"{data['of_ceiling']:.0%} of the ceiling of {data['ceiling_tokens_s']:.0f} tokens/s ({memory})"
+    said = f"{data['plain_ms']:.1f} ms a token, {ceiling}."
+    head = ["part", "ms/token", "share", "reads", "times its floor"]
+    return f"{machine(data['environment'])}; {data['tokens']} tokens.\n\n{table(head, lines)}\n\n{said}"
+
+
+def offload() -> str:
+    """Speedup of drafts over plain decoding, target in memory and read for every pass."""
+    rows = [
+        row
+        for row in read("offload")["rows"]
+        if row["category"] == "all" and (row["read_from"] or row["drafter"] == "plain")
+    ]
+    lines = [
+        [
+            row["model"],
+            row["read_from"] or "memory",
+            f"{row['drafter']} {row['policy']}",
+            f"{row['tokens_per_s']:.1f}",
+            ratio(row["speedup"], row["speedup_spread"]),
+            str(row["n"]),
+        ]
+        for row in rows
+    ]
+    return table(["target", "layers from", "draft", "tokens/s", "speedup (range)", "n"], lines)
 
 
 DRAFTS = {
@@ -190,8 +258,15 @@ def drafts() -> str:
     for category in dict.fromkeys(category for _, category in found):
         one, both = found["suffix", category], found["mlp + suffix", category]
         lines.append(
-            [category.replace("_", " "), str(one["n"]), ratio(one["speedup"], one["speedup_ci"]), three(one["tokens_per_step"])]
-            + [ratio(both["speedup"], both["speedup_ci"]), three(both["tokens_per_step"]), three(both["predicted"])]
+            [
+                category.replace("_", " "),
+                str(one["n"]),
+                ratio(one["speedup"], one["speedup_ci"]),
+                three(one["tokens_per_step"]),
+                ratio(both["speedup"], both["speedup_ci"]),
+                three(both["tokens_per_step"]),
+                three(both["predicted"]),
+            ]
         )
     head = ["", "n", "suffixes", "tokens/step", "head behind suffixes", "tokens/step", "predicted"]
     return f"{machine(read('spec_bench')['environment'])}.\n\n{table(head, lines)}"
@@ -203,7 +278,20 @@ def policies() -> str:
     lines = []
     for drafter, name in DRAFTS.items():
         rows = [found[drafter, policy] for policy in ("fixed 4", "optimal")]
-        lines.append([name, *(text for row in rows for text in (three(row["tokens_per_step"]), ratio(row["speedup"], row["speedup_ci"]), three(row["predicted"])))])
+        lines.append(
+            [
+                name,
+                *(
+                    text
+                    for row in rows
+                    for text in (
+                        three(row["tokens_per_step"]),
+                        ratio(row["speedup"], row["speedup_ci"]),
+                        three(row["predicted"]),
+                    )
+                ),
+            ]
+        )
     head = ["draft", "tokens/step", "fixed 4", "predicted", "tokens/step", "`optimal`", "predicted"]
     return f"n = {next(iter(found.values()))['n']} prompts.\n\n{table(head, lines)}"
 
@@ -211,19 +299,35 @@ def policies() -> str:
 def groups() -> str:
     """The first recipe's target: INT8 in groups of 64, with its head."""
     rows = [row for row in _spec_rows("smollm2-int8, groups and head") if row["category"] == "all"]
-    lines = [[DRAFTS[row["drafter"]], str(row["n"]), ratio(row["speedup"], row["speedup_ci"]), three(row["tokens_per_step"]), three(row["predicted"])] for row in rows]
+    lines = [
+        [
+            DRAFTS[row["drafter"]],
+            str(row["n"]),
+            ratio(row["speedup"], row["speedup_ci"]),
+            three(row["tokens_per_step"]),
+            three(row["predicted"]),
+        ]
+        for row in rows
+    ]
     return table(["draft", "n", "speedup", "tokens/step", "predicted"], lines)
 
 
 def temperature() -> str:
     """Acceptance by temperature, of the head and of prompt lookup."""
-    found = {(row["arm"], row["temperature"]): row for row in read("temperature")["speed"]["acceptance"] if row["category"] == "all"}
+    found = {
+        (row["arm"], row["temperature"]): row
+        for row in read("temperature")["speed"]["acceptance"]
+        if row["category"] == "all"
+    }
     lines = []
     for degree in sorted({degree for _, degree in found}):
         cells = []
         for arm in ("quantized + draft", "quantized + prompt lookup"):
             row = found[arm, degree]
-            cells += [ratio(row["alpha"]["value"], row["alpha"]["ci"]), ratio(row["tokens_per_step"], row["tokens_per_step_ci"])]
+            cells += [
+                ratio(row["alpha"]["value"], row["alpha"]["ci"]),
+                ratio(row["tokens_per_step"], row["tokens_per_step_ci"]),
+            ]
         lines.append([f"{degree:g}", *cells])
     return table(["temperature", "head: α", "tokens/step", "prompt lookup: α", "tokens/step"], lines)
 
@@ -237,7 +341,10 @@ def ablation() -> str:
         row = rows[scheme, method, corpus]
         return f"{three(row['kl'])} ({three(row['ci'][0])} to {three(row['ci'][1])})"
 
-    lines = [[scheme, method, *(cell(scheme, method, corpus) for corpus in ("wikitext2", "pud_zh"))] for scheme, method in arms]
+    lines = [
+        [scheme, method, *(cell(scheme, method, corpus) for corpus in ("wikitext2", "pud_zh"))]
+        for scheme, method in arms
+    ]
     return table(["format", "treatment", "WikiText-2", "Chinese"], lines)
 
 
@@ -247,18 +354,31 @@ def tune() -> str:
     chosen = [row for row in found["confirmed"] if row["name"] == found["chosen"]["name"]]
     fastest = max(found["confirmed"], key=lambda row: row["measured_tok_s"])
     rows = [(row["name"], row) for row in found["single_techniques"]]
-    rows += [(f"chosen: {row['name']}", row) for row in chosen] + [(f"fastest run without a limit: {fastest['name']}", fastest)]
+    rows += [(f"chosen: {row['name']}", row) for row in chosen] + [
+        (f"fastest run without a limit: {fastest['name']}", fastest)
+    ]
     lines = [
-        [name, f"{row['measured_tok_s']:.1f}", " to ".join(f"{x:.1f}" for x in row["measured_ci"]), f"{row['kl']:.3f}", f"{row['predicted_tok_s']:.1f}" if "predicted_tok_s" in row else ""]
+        [
+            name,
+            f"{row['measured_tok_s']:.1f}",
+            " to ".join(f"{x:.1f}" for x in row["measured_ci"]),
+            f"{row['kl']:.3f}",
+            f"{row['predicted_tok_s']:.1f}" if "predicted_tok_s" in row else "",
+        ]
         for name, row in rows
     ]
     error = found["error"]
-    said = f"{found['combinations']} combinations predicted, {len(found['confirmed'])} run; predictions missed by {100 * error['median']:.1f} % (median) and {100 * error['worst']:.1f} % (worst)."
+    missed = f"{100 * error['median']:.1f} % (median) and {100 * error['worst']:.1f} % (worst)"
+    said = f"{found['combinations']} predicted, {len(found['confirmed'])} run; predictions missed by {missed}."
     return f"{machine(found['environment'])}; {said}\n\n" + table(["", "tokens/s", "95 % CI", "KL", "predicted"], lines)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (demo, fidelity, engines, drafts, policies, groups, temperature, ablation, tune)
+    made.__name__: made
+    for made in (
+        *(demo, fidelity, engines, instruction_sets, profile, drafts, policies, groups, temperature, offload),
+        *(ablation, tune),
+    )
 }
 
 

