@@ -20,7 +20,7 @@ from qspec.schema.results import Results
 
 Row = Mapping[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("cpu", "fidelity", "tune", "vllm")))
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("cpu", "fidelity")))
 CORPORA = {"wikitext2": "WikiText-2", "code": "code", "pud_zh": "Chinese", "pud_ko": "Korean"}
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
 
@@ -195,47 +195,6 @@ def instruction_sets() -> str:
     return f"{where}\n\n" + table(["weights", "instructions", *tasks], lines)
 
 
-def profile() -> str:
-    """Parts of a decoded token of the first recipe's target."""
-    data = read("profile_cpu")
-    lines = [
-        [
-            part["name"],
-            f"{part['ms']:.2f}",
-            f"{part['share']:.0%}",
-            f"{part['bytes'] / 1000000.0:.1f} MB" if part["bytes"] else "",
-            f"{part['ms'] / part['floor_ms']:.2f}" if part["floor_ms"] else "",
-        ]
-        for part in data["parts"]
-    ]
-    memory = f"{data['bytes_per_token'] / 1e6:.0f} MB a token at {data['bandwidth'] / 1e9:.1f} GB/s"
-    ceiling = f"{data['of_ceiling']:.0%} of the ceiling of {data['ceiling_tokens_s']:.0f} tokens/s ({memory})"
-    said = f"{data['plain_ms']:.1f} ms a token, {ceiling}."
-    head = ["part", "ms/token", "share", "reads", "times its floor"]
-    return f"{machine(data['environment'])}; {data['tokens']} tokens.\n\n{table(head, lines)}\n\n{said}"
-
-
-def offload() -> str:
-    """Speedup of drafts over plain decoding, target in memory and read for every pass."""
-    rows = [
-        row
-        for row in read("offload")["rows"]
-        if row["category"] == "all" and (row["read_from"] or row["drafter"] == "plain")
-    ]
-    lines = [
-        [
-            row["model"],
-            row["read_from"] or "memory",
-            f"{row['drafter']} {row['policy']}",
-            f"{row['tokens_per_s']:.1f}",
-            ratio(row["speedup"], row["speedup_spread"]),
-            str(row["n"]),
-        ]
-        for row in rows
-    ]
-    return table(["target", "layers from", "draft", "tokens/s", "speedup (range)", "n"], lines)
-
-
 DRAFTS = {
     "ngram": "n-grams",
     "suffix": "suffixes",
@@ -347,37 +306,9 @@ def ablation() -> str:
     return table(["format", "treatment", "WikiText-2", "Chinese"], lines)
 
 
-def tune() -> str:
-    """What the joint search chose, beside each technique alone."""
-    found = read("tune")
-    chosen = [row for row in found["confirmed"] if row["name"] == found["chosen"]["name"]]
-    fastest = max(found["confirmed"], key=lambda row: row["measured_tok_s"])
-    rows = [(row["name"], row) for row in found["single_techniques"]]
-    rows += [(f"chosen: {row['name']}", row) for row in chosen] + [
-        (f"fastest run without a limit: {fastest['name']}", fastest)
-    ]
-    lines = [
-        [
-            name,
-            f"{row['measured_tok_s']:.1f}",
-            " to ".join(f"{x:.1f}" for x in row["measured_ci"]),
-            f"{row['kl']:.3f}",
-            f"{row['predicted_tok_s']:.1f}" if "predicted_tok_s" in row else "",
-        ]
-        for name, row in rows
-    ]
-    error = found["error"]
-    missed = f"{100 * error['median']:.1f} % (median) and {100 * error['worst']:.1f} % (worst)"
-    said = f"{found['combinations']} predicted, {len(found['confirmed'])} run; predictions missed by {missed}."
-    return f"{machine(found['environment'])}; {said}\n\n" + table(["", "tokens/s", "95 % CI", "KL", "predicted"], lines)
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     made.__name__: made
-    for made in (
-        *(demo, fidelity, engines, instruction_sets, profile, drafts, policies, groups, temperature, offload),
-        *(ablation, tune),
-    )
+    for made in (demo, fidelity, engines, instruction_sets, drafts, policies, groups, temperature, ablation)
 }
 
 

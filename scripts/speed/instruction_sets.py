@@ -1,4 +1,4 @@
-"""Time the C++ core under every vector instruction set that this CPU has, in turns: decoding, a prompt, and verification.
+"""Time the C++ core under each vector instruction set of this CPU, in turns: decoding, a prompt, and verification.
 
 SmolLM2-135M quantized by rounding; each set decodes 128 tokens behind 64, reads a prompt of 512, and verifies 5 rows,
 round after round. Needs a quiet machine. The rows go to eval/baselines/instruction_sets.json.
