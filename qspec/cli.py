@@ -341,7 +341,7 @@ def generate(
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the pair's.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="0 is off. Default: the pair's.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="1 is off. Default: the pair's.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random numbers that sampling uses.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same one gives the same text again.")] = 0,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding, for comparison.")] = False,
     memory_limit: Annotated[
         str | None,

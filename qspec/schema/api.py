@@ -93,7 +93,7 @@ class ChatQuestion(Question):
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
 
-def question(kind: type[Q], data: Any) -> Q:
+def read_question(kind: type[Q], data: Any) -> Q:
     """A client's JSON as a question, without what asks for nothing. Raises `RecipeError`."""
     if isinstance(data, dict):
         data = {name: value for name, value in data.items() if value is not None and not _idle(kind, name, value)}

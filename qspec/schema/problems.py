@@ -29,8 +29,8 @@ _FIX = {
     "string_too_long": "shorten it",
     "string_pattern_mismatch": "use lower-case letters, digits and . _ -, starting with a letter or digit",
 }
-_SHOWN = 5
-"""Further wrong fields that a message names."""
+_READ, _SHOWN = 50, 5
+"""Failures that are looked at, and further wrong fields that a message names."""
 _COUNT = {1: "one", 2: "two"}
 _HINT = {"fp8_e5m2": "vLLM refuses E5M2 KV beside FP8 weights, use 'fp8_e4m3'"}
 
@@ -47,7 +47,7 @@ def validate(model: type[M], data: Any, where: str, error: type[QspecError] = Re
 
 def explain(failure: ValidationError, root: type[BaseModel], where: str, error: type[QspecError]) -> QspecError:
     """The first failure, in the file's own terms; the paths of the others are listed behind it."""
-    problems = [(*_locate(p["loc"], p["type"], root), p) for p in failure.errors(include_url=False)]
+    problems = [(*_locate(p["loc"], p["type"], root), p) for p in failure.errors(include_url=False)[:_READ]]
     path, holder, first = problems[0]
     rule, fix = _rule(first), _fix(first, holder)
     for other in (p for at, _, p in problems[1:] if at == path):

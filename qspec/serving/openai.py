@@ -9,8 +9,7 @@ import time
 from typing import Any
 
 from qspec.errors import QspecError, RecipeError
-from qspec.schema.api import ChatQuestion, CompletionQuestion, Question, StreamOptions, question
-from qspec.schema.problems import short
+from qspec.schema.api import ChatQuestion, CompletionQuestion, Question, StreamOptions, read_question
 from qspec.serving.engine import Answer, Answers
 from qspec.speculation.types import Sampling
 
@@ -32,51 +31,45 @@ def read(path: str, body: bytes) -> Question:
         data = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RecipeError("request", f"is not JSON ({error})", "send a JSON object") from error
-    return question(QUESTIONS[path], data)
+    return read_question(QUESTIONS[path], data)
 
 
-def answer_to(answers: Answers, asked: Question, loop: asyncio.AbstractEventLoop) -> Answer:
+def answer_to(answers: Answers, question: Question, loop: asyncio.AbstractEventLoop) -> Answer:
     """A question as the engine takes it, queued. loop: where the answer is read. Tokenizes: one thread at a time.
 
     Raises `QspecError` for what has no answer.
     """
     pair = answers.pair
-    prompt, most = _prompt(answers, asked), asked.max_tokens
-    if isinstance(asked, ChatQuestion):
-        most = asked.max_completion_tokens or most
+    prompt, most = _prompt(answers, question), question.max_tokens
+    if isinstance(question, ChatQuestion):
+        most = question.max_completion_tokens or most
     room = pair.target.max_length - len(prompt)
     if (most or 1) > room:
         value, rule = f"{len(prompt)} tokens and {most or 1} more", f"the context holds {pair.target.max_length}"
         raise RecipeError(value, rule, "shorten the prompt, or lower max_tokens")
     law = pair.recipe.speculation
     sampling = Sampling(
-        law.temperature if asked.temperature is None else asked.temperature,
-        law.top_k if asked.top_k is None else max(0, asked.top_k),
-        law.top_p if asked.top_p is None else asked.top_p,
+        law.temperature if question.temperature is None else question.temperature,
+        law.top_k if question.top_k is None else max(0, question.top_k),
+        law.top_p if question.top_p is None else question.top_p,
     )
-    ends = frozenset(asked.stop_token_ids) | set(() if asked.ignore_eos else pair.model.arch.eos_ids)
-    return answers.ask(Answer(loop, prompt, most or room, sampling, asked.seed, ends, asked.stop))
+    ends = frozenset(question.stop_token_ids) | set(() if question.ignore_eos else pair.model.arch.eos_ids)
+    return answers.ask(Answer(loop, prompt, most or room, sampling, question.seed, ends, question.stop))
 
 
-def _prompt(answers: Answers, asked: Question) -> list[int]:
-    tokenizer, rows = answers.pair.model.tokenizer, answers.pair.model.arch.vocab_size
-    if isinstance(asked, ChatQuestion):
+def _prompt(answers: Answers, question: Question) -> list[int]:
+    tokenizer = answers.pair.model.tokenizer
+    if isinstance(question, ChatQuestion):
         try:
-            return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in asked.messages])
+            return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in question.messages])
         except QspecError:
             raise
         except Exception as error:  # whatever a template raises
             rule = f"do not fit the chat template ({str(error)[:200]})"
             raise RecipeError("messages", rule, "change their roles, or their order") from error
-    assert isinstance(asked, CompletionQuestion)
-    prompt = asked.one
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    if beyond := [token for token in prompt if not 0 <= token < rows]:
-        raise RecipeError(
-            f"token {short(beyond[0])}", f"the model knows {rows}, from 0 on", "send ids of its tokenizer"
-        )
-    return prompt
+    assert isinstance(question, CompletionQuestion)
+    prompt = question.one
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 @dataclass(frozen=True)
@@ -118,10 +111,10 @@ class Reply:
 
 def _usage(answer: Answer) -> dict[str, Any]:
     """Tokens; those of drafts under the names that OpenAI has for predicted output."""
-    asked, made = len(answer.prompt), answer.count
-    stood, fell = answer.accepted, answer.drafted - answer.accepted
-    details = {"accepted_prediction_tokens": stood, "rejected_prediction_tokens": fell}
-    counts = {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+    read, made = len(answer.prompt), answer.count
+    accepted, rejected = answer.accepted, answer.drafted - answer.accepted
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    counts = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
     return {**counts, "completion_tokens_details": details}
 
 

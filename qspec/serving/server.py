@@ -53,11 +53,19 @@ class Server(uvicorn.Server):
         except OSError as error:
             rule = f"cannot be listened at ({str(error.strerror).partition(' (while')[0]})"
             raise OutputError(f"{host}:{port}", rule, "give another one: --host, --port") from error
-        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
-        app = _strict(_app(self))
-        options = uvicorn.Config(app, http=_Protocol, loop="asyncio", ws="none", lifespan="off", **quiet)
-        options.timeout_graceful_shutdown = 5
-        super().__init__(options)
+        config = uvicorn.Config(
+            _strict(_app(self)),
+            http=_Protocol,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=5,
+        )
+        super().__init__(config)
 
     @property
     def port(self) -> int:
@@ -141,13 +149,13 @@ def _app(server: Server) -> Starlette:
 async def _answer(answers: Answers, request: Request) -> Response:
     loop, path, name = asyncio.get_running_loop(), request.scope["path"], answers.pair.recipe.name
     body = await _body(request, api.most_bytes(answers))
-    asked = await loop.run_in_executor(answers.reader, api.read, path, body)
-    if asked.model not in ("", name):
-        raise HTTPException(404, f"model {short(asked.model)}: is not served here; ask for {name!r}")
-    answer = await loop.run_in_executor(answers.reader, api.answer_to, answers, asked, loop)
+    question = await loop.run_in_executor(answers.reader, api.read, path, body)
+    if question.model not in ("", name):
+        raise HTTPException(404, f"model {short(question.model)}: is not served here; ask for {name!r}")
+    answer = await loop.run_in_executor(answers.reader, api.answer_to, answers, question, loop)
     reply = api.Reply.to(path, name)
-    if asked.stream:
-        events = _written(reply.events(answer, asked.stream_options))
+    if question.stream:
+        events = _written(reply.events(answer, question.stream_options))
         return StreamingResponse(events, media_type="text/event-stream", background=BackgroundTask(answer.drop))
     try:
         return JSONResponse(await _while_there(request, reply.whole(answer)))
@@ -156,16 +164,14 @@ async def _answer(answers: Answers, request: Request) -> Response:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """The body, of at most so many bytes; the rest of a longer one is passed over."""
+    """The body. A longer one is refused behind its end, since most clients read no reply before."""
     body = bytearray()
-    if int(request.headers.get("content-length", 0)) <= most:
-        async for part in request.stream():
+    async for part in request.stream():
+        if len(body) <= most:
             body += part
-            if len(body) > most:
-                break
-        else:
-            return bytes(body)
-    raise HTTPException(413, f"a body of more than {most} bytes: no prompt that fits is as long; send less")
+    if len(body) > most:
+        raise HTTPException(413, f"a body of more than {most} bytes: no prompt that fits is as long; send less")
+    return bytes(body)
 
 
 async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:

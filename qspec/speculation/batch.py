@@ -196,21 +196,21 @@ def _together(
     try:
         return dict(zip(numbers, call(numbers) if numbers else (), strict=True))
     except Exception as error:  # noqa: BLE001 (whoever caused it fails again)
-        found = _each(lambda i: call([i])[0], numbers, faults)
-        if len(found) == len(numbers):
-            warnings.warn(f"what {len(found)} requests shared was done for each: {error!r}", RuntimeWarning, 2)
-        return found
+        results = _each(lambda i: call([i])[0], numbers, faults)
+        if len(results) == len(numbers):
+            warnings.warn(f"what {len(results)} requests shared was done for each: {error!r}", RuntimeWarning, 2)
+        return results
 
 
 def _each(call: Callable[[int], T], numbers: Iterable[int], faults: dict[int, Exception]) -> dict[int, T]:
     """A call for each request; what it raises is noted as that one's fault."""
-    found: dict[int, T] = {}
+    results: dict[int, T] = {}
     for i in numbers:
         try:
-            found[i] = call(i)
+            results[i] = call(i)
         except Exception as error:  # noqa: BLE001 (it is told to whoever made this request)
             faults[i] = error
-    return found
+    return results
 
 
 def _pass(

@@ -171,7 +171,9 @@ def drafts(requests: Sequence[Request]) -> list[Proposal]:
 def check_prompt(prompt: list[int], max_length: int, vocab_size: int) -> None:
     """Refuse what cannot be continued: `RecipeError`."""
     if beyond := [token for token in prompt if not 0 <= token < vocab_size]:
-        raise RecipeError(f"token {beyond[0]}", f"the model knows {vocab_size}, from 0 on", "send ids of its tokenizer")
+        raise RecipeError(
+            f"token {str(beyond[0])[:20]}", f"the model knows {vocab_size}, from 0 on", "send ids of its tokenizer"
+        )
     if not prompt:
         raise RecipeError("empty prompt", "generation continues at least one token", "begin with the BOS token")
     if len(prompt) > max_length:

@@ -1,8 +1,7 @@
 """A pair behind an address, on qspec's own engine: whoever asks gets what they would get alone."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import itertools
 import json
 import os
 from pathlib import Path
@@ -27,6 +26,7 @@ from qspec.serving import server as own_server
 from qspec.serving.engine import Until
 from qspec.serving.server import Server, serving_own
 from qspec.speculation.batch import Batch
+from tests.own_server import ask, chat, running, until
 from tests.pairs import halves, recipe
 from tests.serving.test_vllm import write_head
 
@@ -34,40 +34,8 @@ TEXTS = ["The quick brown fox", "0, 12 and", "jumps over the lazy dog and", "Num
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    return package(*halves(folder / "source"), recipe(), folder)
-
-
-@contextmanager
-def running(pair: Path, at_once: int = 8) -> Iterator[tuple[Server, str]]:
-    with serving_own(pair, "127.0.0.1", 0, at_once) as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server, f"http://127.0.0.1:{server.port}/v1"
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
-@pytest.fixture(scope="module")
-def served(pair: Path) -> Iterator[tuple[Server, str]]:
-    with running(pair) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def alone(pair: Path) -> LoadedPair:
     return open_pair(pair)
-
-
-def ask(url: str, path: str = "completions", **asked: Any) -> httpx.Response:
-    return httpx.post(f"{url}/{path}", json=asked, timeout=60, trust_env=False)
-
-
-def chat(url: str, text: str, **asked: Any) -> httpx.Response:
-    return ask(url, "chat/completions", messages=[{"role": "user", "content": text}], **asked)
 
 
 def test_answers_are_those_of_the_pair(served: tuple[Server, str], alone: LoadedPair) -> None:
@@ -321,19 +289,20 @@ def test_drafts_are_counted_as_vllm_counts_them(pair: Path) -> None:
 
 def test_whoever_has_gone_is_not_computed_for(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a batch that fills with requests of clients that are not there any more."""
-    step = Batch.step
+    step, steps, gone = Batch.step, itertools.count(), Event()
 
-    def slow(self: Batch, emit: Any) -> Any:
-        time.sleep(0.02)  # for the client to be gone before the end
+    def held(self: Batch, emit: Any) -> Any:
+        assert next(steps) < 6 or gone.wait(30)  # a few steps, for a text that can be shown
         return step(self, emit)
 
-    monkeypatch.setattr(Batch, "step", slow)
+    monkeypatch.setattr(Batch, "step", held)
     with running(pair) as (server, url):
-        asked = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True, "temperature": 0}
-        with httpx.stream("POST", f"{url}/completions", json=asked, timeout=60, trust_env=False) as reply:
+        fields = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"{url}/completions", json=fields, timeout=60, trust_env=False) as reply:
             next(reply.iter_raw())
-        while not server.answers.counts.requests:
-            time.sleep(0.01)
+        until(lambda: not server.server_state.tasks)
+        gone.set()
+        until(lambda: server.answers.counts.requests)
         assert server.answers.counts.tokens < 100
         assert server.answers.running == 0
 
@@ -349,25 +318,26 @@ def hang_up(server: Server, text: str) -> socket.socket:
 
 def test_whoever_hangs_up_before_anything_is_written(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch an engine that is busy for nobody, with an answer that goes on or with one that waits its turn."""
-    step, begun = Batch.step, Event()
+    step, begun, both_gone = Batch.step, Event(), Event()
 
-    def slow(self: Batch, emit: Any) -> Any:
+    def held(self: Batch, emit: Any) -> Any:
         begun.set()
-        time.sleep(0.02)  # for the clients to be gone before the end
+        assert both_gone.wait(30)
         return step(self, emit)
 
-    monkeypatch.setattr(Batch, "step", slow)
+    monkeypatch.setattr(Batch, "step", held)
     with running(pair, at_once=1) as (server, url):
         first = hang_up(server, "a")
         assert begun.wait(30)
         second = hang_up(server, "b")
-        while not server.answers.waiting.qsize():
-            time.sleep(0.001)
+        until(lambda: server.answers.waiting.qsize())
         first.close()
         second.close()
+        until(lambda: not server.server_state.tasks)
+        both_gone.set()
         assert ask(url, prompt="c", max_tokens=2, ignore_eos=True).status_code == 200
         assert server.answers.counts.requests == 2
-        assert server.answers.counts.tokens < 100
+        assert server.answers.counts.tokens < 20
 
 
 def test_a_fault_of_the_engine_ends_no_server(pair: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -452,7 +422,7 @@ def test_a_signal_ends_the_server_and_what_it_answers(
 
     def slow(self: Batch, emit: Any) -> Any:
         begun.set()
-        time.sleep(0.02)
+        time.sleep(0.1)  # the server is to be stopped in the middle
         return step(self, emit)
 
     def client(port: int) -> None:
