@@ -27,6 +27,8 @@ def prepare(
     exact = partial(reference.linear, weight=weight, activation=activation, input_scale=input_scale)
     if kernels == "reference":
         return exact
+    if not weight.codes.is_cpu:  # calibration on a GPU
+        return cpu.DecodedLinear(weight, activation, input_scale, dtype)
     if activation is not None and reference.is_int8_grouped(weight, activation):
         return exact  # slow, and every row as if alone, as the C++ core computes it
     if reference.is_int8_dynamic(weight, activation) and "fbgemm" in torch.backends.quantized.supported_engines:

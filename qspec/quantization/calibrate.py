@@ -43,7 +43,7 @@ def random_rows(vocab: int, count: int, length: int, seed: int) -> list[list[int
     of text and `sequential.DAMPING`; WikiText-2 .011 and .013.
     """
     generator = torch.Generator().manual_seed(seed)
-    rows: list[list[int]] = torch.randint(vocab, (count, length), generator=generator).tolist()
+    rows: list[list[int]] = torch.randint(vocab, (count, length), generator=generator, device="cpu").tolist()
     return rows
 
 
@@ -61,13 +61,17 @@ def calibrate_piece(
 
 
 def advanced(decoder: Decoder, states: Sequence[Tensor]) -> list[Tensor]:
-    """Hidden states after the layers of a piece, each row by itself; its head reads them too, if it has one."""
+    """Hidden states after the layers of a piece, each row by itself; its head reads them too, if it has one.
+
+    They stay in the host's memory: a device holds those of one row.
+    """
     after = []
     for x_TK in states:
         decoder.truncate(0)
-        after.append(decoder.run_layers(x_TK))
+        y_TK = decoder.run_layers(x_TK.to(decoder.device))
         if decoder.arch.has_head:
-            decoder.run_head(after[-1], last=1)
+            decoder.run_head(y_TK, last=1)
+        after.append(y_TK.cpu())
     return after
 
 

@@ -15,6 +15,7 @@ from qspec.memory import Need, require_memory
 from qspec.models.load import source_dtype, stored_dtype
 from qspec.models.vocab import real_vocab
 from qspec.nn.eager.linear import merge_obstacle
+from qspec.nn.engines import gpu_for
 from qspec.progress import Progress
 from qspec.provenance import (
     atomic_write,
@@ -25,7 +26,7 @@ from qspec.provenance import (
 from qspec.quantization.allocate import allocate_plan
 from qspec.quantization.calibrate import random_rows
 from qspec.quantization.kv_choice import choose_kv
-from qspec.quantization.pieces import Store
+from qspec.quantization.pieces import CPU, Store, at_work, placed
 from qspec.quantization.rotate import prepare
 from qspec.quantization.sensitivity import kept_scores
 from qspec.quantization.stream import Job, stream
@@ -35,6 +36,9 @@ from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
 from qspec.schemes.build import build_plan, needs_statistics
 
 _MORE = "give it more memory, fewer or shorter calibration.samples, or take a smaller model"
+
+SHARE = 0.7
+"""Of a GPU's free memory, what a whole model may take."""
 
 
 def fuse(quant: QuantizedModel) -> QuantizedModel:
@@ -69,14 +73,21 @@ class Calibration:
 
 
 def quantize_model(
-    model: LoadedModel, spec: QuantSpec, fusion: FusionSpec, text: Calibration, work: Path, dtype: torch.dtype
+    model: LoadedModel,
+    spec: QuantSpec,
+    fusion: FusionSpec,
+    text: Calibration,
+    work: Path,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> QuantizedModel:
     """One model under one plan: rotate, decide what needs the whole model, then piece by piece; fuse.
 
-    `work` keeps the finished layers, for a run that is killed; `dtype` is of what is not quantized.
+    `work` keeps the finished layers, for a run that is killed; `dtype` is of what is not quantized. device: where
+    calibration and rounding compute. What needs the whole model in memory goes there where it fits.
     """
     require_memory(f"quantizing {model.source.get('model', 'the model')}", _need(model, spec, text.spec), _MORE)
-    made = fuse(_quantized(model, spec, fusion, text, work, dtype))
+    made = fuse(_quantized(model, spec, fusion, text, work, dtype, device))
     return replace(made, notes=(*made.notes, *left_out_notes(model.left_out)))
 
 
@@ -96,22 +107,31 @@ def _need(model: LoadedModel, spec: QuantSpec, text: CalibrationSpec) -> Need:
 
 
 def _quantized(
-    model: LoadedModel, spec: QuantSpec, fusion: FusionSpec, text: Calibration, work: Path, dtype: torch.dtype
+    model: LoadedModel,
+    spec: QuantSpec,
+    fusion: FusionSpec,
+    text: Calibration,
+    work: Path,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> QuantizedModel:
     plan = build_plan(spec)
     if spec.engine == "llmcompressor":
         return oneshot.quantize(model, spec, plan, text.rows, work)
     model, notes = prepare(model, spec, text.seed)
     if spec.mixed is not None:
-        scores = kept_scores(
-            work / "sensitivity.json", model, text.rows, spec, dtype.itemsize, text.seed, text.progress
-        )
+        here = device if spec.mixed.metric == "output" or _holds(device, model) else CPU
+        measured = work / "sensitivity.json", placed(model, here), text.rows, spec, dtype.itemsize
+        with at_work(here):
+            scores = kept_scores(*measured, text.seed, text.progress)
         plan, said = allocate_plan(scores, spec, plan, model.arch)
         notes += said
     if plan.kv is not None and plan.kv.open:
-        plan, chosen = choose_kv(model, plan, text.rows, progress=text.progress)
+        here = device if _holds(device, model) else CPU
+        with at_work(here):
+            plan, chosen = choose_kv(placed(model, here), plan, text.rows, progress=text.progress)
         notes += chosen
-    job = Job(spec, fusion, plan, dtype, tuple(notes))
+    job = Job(spec, fusion, plan, dtype, tuple(notes), device)
     store = Store(work / "pieces", job.key(model, text.spec, text.seed))
 
     def rows() -> list[list[int]]:
@@ -119,6 +139,15 @@ def _quantized(
         return [*text.rows, *drawn]
 
     return stream(model, job, rows, store, text.progress)
+
+
+def _holds(device: torch.device, model: LoadedModel) -> bool:
+    """Whether a GPU has memory for all of a model in float32, and for what its passes take."""
+    if device.type != "cuda":
+        return True
+    weights = sum(math.prod(model.arch.linear_shape(name)) for name in model.arch.linears())
+    weights += 2 * model.arch.vocab_size * model.arch.hidden_size
+    return 4 * weights < SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 def quantized_half(
@@ -132,7 +161,8 @@ def quantized_half(
     work = folder.with_name(f"{folder.name}.work")
     if not (folder.exists() and note.exists() and note.read_text(encoding="utf-8") == settings):
         text.progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
-        quantized = quantize_model(model, spec, recipe.fusion, text, work, dtype)
+        device = gpu_for(recipe.device) or CPU
+        quantized = quantize_model(model, spec, recipe.fusion, text, work, dtype, device)
         note.unlink(missing_ok=True)  # never beside a half of other settings, should this process be killed
         with staged_dir(folder) as part:
             compressed.write(quantized, part, dtype)

@@ -1,6 +1,7 @@
 """A model cut into pieces that fit in memory one at a time: its decoder layers, then embedding, last norm and head."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 import json
 from pathlib import Path
@@ -16,6 +17,37 @@ from qspec.errors import SourceError
 from qspec.plan import LayerScheme, QuantPlan, Rule
 from qspec.provenance import atomic_write
 from qspec.records import EMBEDDING, LoadedModel, Selection
+
+CPU = torch.device("cpu")
+
+
+class _Placed(Mapping[str, Tensor]):
+    """Tensors that lie on a device once they are read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def placed(model: LoadedModel, device: torch.device) -> LoadedModel:
+    """The model for work on a device: its tensors come there as they are read.
+
+    Hidden states of the texts (`embedded`, `calibrate.advanced`) and what is written stay with the host.
+    """
+    return model if device.type == "cpu" else replace(model, tensors=_Placed(model.tensors, device))
+
+
+def at_work(device: torch.device) -> AbstractContextManager[object]:
+    """Surrounds work on a device: tensors are made there."""
+    return nullcontext() if device.type == "cpu" else device
 
 
 def pieces(model: LoadedModel) -> Iterator[LoadedModel]:
@@ -39,9 +71,9 @@ def piece_plan(schemes: Mapping[str, LayerScheme | None], plan: QuantPlan, piece
 
 
 def embedded(model: LoadedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Hidden states `[T, hidden]`, float32, of every row before the first layer."""
+    """Hidden states `[T, hidden]`, float32, of every row before the first layer, in the host's memory."""
     embed_VK, scale = model.tensors[EMBEDDING], model.arch.embed_scale
-    return [F.embedding(torch.tensor(row), embed_VK).float() * scale for row in rows]
+    return [(F.embedding(torch.tensor(row), embed_VK).float() * scale).cpu() for row in rows]
 
 
 def longest(states: Sequence[Tensor]) -> int:

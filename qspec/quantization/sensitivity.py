@@ -194,7 +194,7 @@ def passed(decoders: Sequence[Decoder], states: Sequence[Tensor]) -> list[Tensor
         after = []
         for x_TK in states:
             decoder.truncate(0)
-            x_TK = decoder.run_layers(x_TK)
+            x_TK = decoder.run_layers(x_TK.to(decoder.device))
             after.append(decoder.run_head(x_TK) if decoder.arch.has_head else x_TK)
         states = after
     return list(states)

@@ -18,7 +18,7 @@ from qspec.plan import LayerScheme, QuantPlan
 from qspec.progress import Progress
 from qspec.quantization import choose, gptq as sequential, smooth as transform
 from qspec.quantization.calibrate import calibrate_piece
-from qspec.quantization.pieces import Store, embedded, piece_plan, pieces
+from qspec.quantization.pieces import CPU, Store, at_work, embedded, piece_plan, pieces, placed
 from qspec.quantization.rtn import quantize, require_finite, unseen_experts, unseen_notes
 from qspec.records import EMBEDDING, LayerStats, LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
@@ -30,13 +30,17 @@ FLOAT, QUANTIZED = "float", "quantized"
 
 @dataclass(frozen=True)
 class Job:
-    """How every piece is treated. dtype: of what is not quantized, as stored; notes: on what was done before."""
+    """How every piece is treated, and where (`pieces.placed`).
+
+    dtype: of what is not quantized, as stored; notes: on what was done before.
+    """
 
     spec: QuantSpec
     fusion: FusionSpec
     plan: QuantPlan
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
+    device: torch.device = CPU
 
     def key(self, model: LoadedModel, calibration: CalibrationSpec, seed: int) -> dict[str, Any]:
         """All that the bytes of a quantized piece depend on."""
@@ -50,6 +54,7 @@ class Job:
             "layers": model.arch.layers,
             "calibration": calibration.model_dump(mode="json"),
             "seed": seed,
+            "device": self.device.type,
         }
 
 
@@ -74,15 +79,18 @@ def stream(
     rows: token ids of the calibration texts, asked for only if something calibrates. A store that holds finished pieces
     is continued.
     """
-    schemes = job.plan.resolve(model.arch.linears())
-    states = _start(model, job, schemes, rows, store)
+    schemes, model = job.plan.resolve(model.arch.linears()), placed(model, job.device)
+    with at_work(job.device):
+        states = _start(model, job, schemes, rows, store)
     todo = list(pieces(model))[len(store.records) :]
     for piece in progress.track(todo, "quantize", len(todo), "layers"):
-        whole = replace(piece, tensors=dict(piece.tensors))  # read, and rotated, once
-        for name, tensor in whole.tensors.items():
-            require_finite(name, tensor)
-        done = _quantize(whole, job, piece_plan(schemes, job.plan, piece), states)
-        store.keep(dict(compressed.stored_tensors(done.model, job.dtype)), done.record, done.states)
+        with at_work(job.device):
+            whole = replace(piece, tensors=dict(piece.tensors))  # read, and rotated, once
+            for name, tensor in whole.tensors.items():
+                require_finite(name, tensor)
+            done = _quantize(whole, job, piece_plan(schemes, job.plan, piece), states)
+            stored = dict(compressed.stored_tensors(done.model, job.dtype))
+        store.keep(stored, done.record, done.states)
         states = done.states
     return _assemble(model, job, schemes, len(states.get(FLOAT, ())) or len(states.get(QUANTIZED, ())), store)
 

@@ -123,6 +123,11 @@ class Decoder:
         return self._length
 
     @property
+    def device(self) -> torch.device:
+        """Where its weights are, and what it reads has to be."""
+        return self._rope[0].device
+
+    @property
     def cache(self) -> KVCache:
         return self._cache
 

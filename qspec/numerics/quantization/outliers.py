@@ -178,7 +178,7 @@ class _Weigher:
         picked = torch.arange(blocks_BS.shape[0])
         if blocks_BS.numel() > SAMPLE:
             count = max(1, SAMPLE // blocks_BS.shape[1])
-            picked = torch.randint(len(picked), (count,), generator=torch.Generator().manual_seed(0))
+            picked = torch.randint(len(picked), (count,), generator=torch.Generator().manual_seed(0), device="cpu")
         errors_PBS = torch.stack(list(self._errors(blocks_BS[picked], moments_BS[picked])))
         due, high = MARGIN * share * errors_PBS[0].numel(), float(errors_PBS[0].sum(1).max())
         low = high * 1e-12
