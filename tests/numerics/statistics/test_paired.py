@@ -3,6 +3,7 @@
 from functools import cache
 from itertools import pairwise
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from qspec.numerics.statistics.paired import (
     detectable_share,
     geometric_mean,
     holm,
+    pairs_needed,
     proportion_difference,
     proportion_ratio,
     quartiles,
@@ -77,6 +79,24 @@ def test_no_discordant_pair_is_not_certainty():
     low, high = proportion_ratio(12, 0, 0)
     assert low < 1 < high
     assert high == pytest.approx(1 / low)
+
+
+def test_small_counts_by_hand():
+    """Would catch half a pair too many in a cell, a share above 1, and a single item that is a ratio's inverse."""
+    z, reach = NormalDist().inv_cdf(0.975), NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
+    assert proportion_difference(0, 3, 3)[1] == 1.0
+    assert proportion_difference(3, 0, 3)[0] == -1.0
+    assert proportion_difference(1, 4, 18)[0] == pytest.approx(0.15 - z * math.sqrt(6 - 9 / 20) / 20)
+    half = z * math.sqrt(5 / (13 * 11))
+    assert proportion_ratio(9, 3, 1) == pytest.approx((11 / 13 * math.exp(-half), 11 / 13 * math.exp(half)))
+    k, share = reach**2 / 99, 5 / 100
+    assert detectable_share(4, 99) == pytest.approx(k / 2 + math.sqrt(k * k / 4 + k * share))
+    assert bootstrap_ratio(torch.tensor([0.5]), torch.tensor([0.25])) == (0.5, 0.5)
+    half = 1.96 * math.sqrt(1.5 / 2)  # a perfect order of 5 is half a swap from itself: 1 - 6 / 120
+    assert rank_interval(1.0, 5) == pytest.approx(
+        (math.tanh(math.atanh(0.95) - half), math.tanh(math.atanh(0.95) + half))
+    )
+    assert rank_interval(0.5, 4) is not None
 
 
 def test_swapping_arms_mirrors_the_interval():
@@ -161,6 +181,20 @@ def test_the_detectable_change_of_speed():
     assert detectable_ratio([1.3]) == math.inf
     steady, shaky = detectable_ratio([1.3, 1.31, 1.29, 1.3]), detectable_ratio([1.0, 1.7, 1.1, 1.6])
     assert 0 < steady < 0.03 < shaky
+    assert 0 < detectable_ratio([1.3, 1.31]) < 0.3  # two have a spread
+
+
+@pytest.mark.parametrize(("discordant", "n", "drop"), [(4, 120, 0.05), (0, 40, 0.02), (300, 2000, 0.01)])
+def test_pairs_needed_are_those_that_show_the_drop(discordant: int, n: int, drop: float) -> None:
+    """Would catch another level or power than the detectable drop has, and a share that is not that of the pairs."""
+    needed = pairs_needed(discordant, n, drop)
+    share = (discordant + 1) / (n + 1)
+
+    def shown(pairs: int) -> float:
+        k = (NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)) ** 2 / pairs
+        return k / 2 + math.sqrt(k * k / 4 + k * share)
+
+    assert shown(needed) <= drop < shown(needed - 1)
 
 
 def test_a_rank_correlation_of_few_values_is_hardly_known():
@@ -182,6 +216,8 @@ def test_rank_correlation_agrees_with_scipy():
 
     exact = stats.permutation_test((y,), statistic, permutation_type="pairings", vectorized=False)
     assert rank_correlation(x, y) == pytest.approx((exact.statistic, exact.pvalue))
+    eight = [3.0, 1.0, 2.0, 2.0, 9.0, 0.5, 4.0, 7.0]
+    assert rank_correlation(eight, [*eight[1:], 0.0]) == pytest.approx(tuple(stats.spearmanr(eight, [*eight[1:], 0.0])))
     many = [float(i) for i in range(12)], [0.0, 3.0, 1.0, 2.0, 5.0, 4.0, 8.0, 6.0, 7.0, 9.0, 11.0, 10.0]
     assert rank_correlation(*many)[1] < 0.01
     assert all(map(math.isnan, rank_correlation(x, [1.0] * 6)))
