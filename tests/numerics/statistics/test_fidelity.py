@@ -124,6 +124,13 @@ def test_bootstrap_law_by_enumeration() -> None:
         assert bootstrap_ci(values_N, n=4000, level=level) == pytest.approx(tuple(expected))
 
 
+def test_intervals_are_95_percent_unless_asked_otherwise() -> None:
+    """Catches a default that is another level than every report says."""
+    values_N = torch.arange(20.0)
+    assert bootstrap_ci(values_N) == bootstrap_ci(values_N, level=0.95) != bootstrap_ci(values_N, level=0.9)
+    assert wilson_interval(3, 9) == wilson_interval(3, 9, 0.95) != wilson_interval(3, 9, 0.9)
+
+
 def test_bootstrap_is_a_function_of_its_seed() -> None:
     """Catches use of the global generator: a report must be reproducible and leave no trace."""
     values_N = torch.arange(20.0)

@@ -92,6 +92,8 @@ def test_small_counts_by_hand():
     k, share = reach**2 / 99, 5 / 100
     assert detectable_share(4, 99) == pytest.approx(k / 2 + math.sqrt(k * k / 4 + k * share))
     assert bootstrap_ratio(torch.tensor([0.5]), torch.tensor([0.25])) == (0.5, 0.5)
+    rare = torch.tensor([0.0, 0.0, 0.9], dtype=torch.float64)  # 8 of 27 resamples have no score: they say 1
+    assert bootstrap_ratio(rare, rare / 3) == pytest.approx((1 / 3, 1.0))
     half = 1.96 * math.sqrt(1.5 / 2)  # a perfect order of 5 is half a swap from itself: 1 - 6 / 120
     assert rank_interval(1.0, 5) == pytest.approx(
         (math.tanh(math.atanh(0.95) - half), math.tanh(math.atanh(0.95) + half))
@@ -145,6 +147,7 @@ def test_a_sign_needs_interval_and_test():
     assert shown_sign((0.1, 0.3), 0.01) == 1
     assert shown_sign((-0.3, -0.1), 0.05) == shown_sign((-0.3, 0.0), 0.01) == shown_sign((-0.1, 0.2), None) == 0
     assert shown_sign(None, None) == 0
+    assert shown_sign((0.0, 0.3), None) == 0
 
 
 def test_many_subjects_are_not_many_chances():
@@ -165,6 +168,7 @@ def test_geometric_mean_treats_twice_and_half_alike():
     assert ci is not None
     assert ci[0] < 0.5 < 2 < ci[1]
     assert geometric_mean([1.7]) == (pytest.approx(1.7), None)
+    assert geometric_mean([2.0, 8.0])[0] == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("n", [2, 3, 6, 12])
@@ -220,7 +224,9 @@ def test_rank_correlation_agrees_with_scipy():
     assert rank_correlation(eight, [*eight[1:], 0.0]) == pytest.approx(tuple(stats.spearmanr(eight, [*eight[1:], 0.0])))
     many = [float(i) for i in range(12)], [0.0, 3.0, 1.0, 2.0, 5.0, 4.0, 8.0, 6.0, 7.0, 9.0, 11.0, 10.0]
     assert rank_correlation(*many)[1] < 0.01
-    assert all(map(math.isnan, rank_correlation(x, [1.0] * 6)))
+    assert all(map(math.isnan, (*rank_correlation(x, [1.0] * 6), *rank_correlation([1.0] * 6, x))))
+    two_kinds = [1.0, 2.0, 1.0, 2.0, 2.0, 1.0]
+    assert rank_correlation(two_kinds, two_kinds)[0] == pytest.approx(1.0)
 
 
 def test_quartiles_of_known_values():
