@@ -4,7 +4,7 @@ from hypothesis import given, strategies as st
 import pytest
 import torch
 
-from qspec.numerics.speculation.probs import sample, target_law
+from qspec.numerics.speculation.probs import exponentials, fits_float32, race, sample, target_law
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, -5.0, 0.0]], dtype=torch.float64)
 
@@ -99,3 +99,24 @@ def test_a_temperature_below_every_float_is_greedy() -> None:
     """Catches 0 / 0: in float32 a temperature of 1e-300 is 0, and the law NaN."""
     law = target_law(LOGITS[:1].float(), 1e-300)
     assert law.tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
+def test_a_race_is_won_as_often_as_its_law_says() -> None:
+    """Catches arrivals that are multiplied, the last to arrive, and numbers that are not exponential."""
+    law_V = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], dtype=torch.float64)
+    arrivals_TV = torch.stack([exponentials(7, position, 5) for position in range(4000)])
+    counts_V = race(law_V.expand(4000, -1), arrivals_TV).bincount(minlength=5)
+    # five standard errors of the largest share: 5 * sqrt(0.25 / 4000) = 0.04
+    assert (counts_V / 4000).tolist() == pytest.approx(law_V.tolist(), abs=0.04)
+    assert counts_V[1] == 0
+    assert arrivals_TV.min() > 0
+    assert float(arrivals_TV.mean()) == pytest.approx(1.0, abs=0.04)  # 20,000 numbers of deviation 1: 5.7 errors
+
+
+def test_what_float32_holds() -> None:
+    """Catches subnormal numbers, whose reciprocal is infinite, and those that become infinity themselves."""
+    limits = torch.finfo(torch.float32)
+    assert all(map(fits_float32, (0, 1.0, limits.tiny, -limits.tiny, limits.max)))
+    assert not any(
+        map(fits_float32, (limits.tiny / 2, 1e-46, 2 * limits.max, -2 * limits.max, float("inf"), float("nan")))
+    )

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from qspec.numerics.statistics.pareto import choose, excess, front, schedule
+from qspec.numerics.statistics.pareto import choose, excess, front, paying, schedule
 
 COSTS = st.dictionaries(st.integers(), st.tuples(*[st.floats(0.1, 9)] * 3), min_size=1, max_size=12)
 
@@ -42,3 +42,11 @@ def test_schedule_never_rises_and_has_no_gaps(best: dict[int, int]) -> None:
     assert [k for *_, k in found] == sorted({k for *_, k in found}, reverse=True)
     assert all(b[0] == a[1] + 1 for a, b in pairwise(found))
     assert all(k <= best[lo] for lo, _, k in found)
+
+
+def test_drafts_are_kept_up_to_the_last_batch_that_is_shown_to_pay() -> None:
+    """A batch whose lower bound is at 1, one that pays behind one that does not, and drafts that pay nowhere."""
+    assert paying({1: 1.2, 2: 1.0, 4: 0.9}, 5) == (1, [(1, 1, 5), (2, 4, 0)])
+    assert paying({1: 0.8, 2: 0.9, 4: 1.01, 8: 0.7}, 5) == (4, [(1, 7, 5), (8, 8, 0)])
+    assert paying({1: 0.8, 4: 0.0}, 5) == (0, [(1, 4, 0)])
+    assert paying({1: 1.3, 8: 1.1}, 5) == (8, [(1, 8, 5)])
