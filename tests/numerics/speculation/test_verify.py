@@ -316,3 +316,13 @@ def test_a_tree_without_nodes_is_a_plain_draw() -> None:
     nothing, p_1V = torch.empty(0, dtype=torch.long), torch.tensor([[0.25, 0.75]])
     assert verify_tree_sampling(nothing, (), None, p_1V, torch.tensor([0.5])) == ([], 1)
     assert verify_tree_greedy(nothing, (), p_1V) == ([], 1)
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_a_draft_that_is_impossible_never_stands(certain: bool) -> None:
+    """Catches the uniform number 0 taken for one below a probability of 0, once in 2 ** 53 tokens."""
+    p_K1V = torch.tensor([[0.6, 0.0, 0.4], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    q_KV = None if certain else torch.tensor([[0.2, 0.7, 0.1]], dtype=torch.float64)
+    uniforms_K1 = torch.tensor([0.0, 0.9], dtype=torch.float64)
+    assert verify_sampling(torch.tensor([1]), q_KV, p_K1V, uniforms_K1) == (0, 2)
+    assert verify_tree_sampling(torch.tensor([1]), [-1], q_KV, p_K1V, uniforms_K1) == ([], 2)
