@@ -187,6 +187,14 @@ def require_numbers(arch: ArchMap) -> None:
             raise SourceError(f"config.json: {name} {number}", f"must be {low:g} to {high:g}", FIX_CONFIG)
 
 
+def require_float(source: str, config: Mapping[str, Any]) -> None:
+    """Refuse a model that is quantized already; raises `SourceError`."""
+    method = quantization_method(config)
+    if method is not None:
+        fix = "give the float model that it was made from"
+        raise SourceError(source, f"is already quantized (method {method!r})", fix)
+
+
 def quantization_method(config: Mapping[str, Any]) -> str | None:
     """Name of the method that quantized a checkpoint (`unnamed` if it does not say); None for a float model."""
     entry = config.get("quantization_config")

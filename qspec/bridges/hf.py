@@ -17,7 +17,7 @@ from qspec.bridges.architectures import (
     ARCHITECTURES,
     FIX_CONFIG,
     USE_SUPPORTED,
-    quantization_method,
+    require_float,
     require_numbers,
     require_sizes,
     supported_type,
@@ -168,10 +168,7 @@ def load_folder(folder: str | Path, source: Mapping[str, str] | None = None) -> 
     rehearse_files(folder, "a model", lambda: _try_out_folder(folder))
     config = read_config(folder)
     arch = arch_from_config(config)
-    method = quantization_method(config)
-    if method is not None:
-        fix = "give the float model that it was made from"
-        raise SourceError(str(folder), f"is already quantized (method {method!r})", fix)
+    require_float(str(folder), config)
     tensors = select_tensors(str(folder), read_tensors(folder), arch)
     origin = {"model": str(folder), "revision": "", "sha256": weights_sha256(folder), **(source or {})}
     beside = companions(folder)

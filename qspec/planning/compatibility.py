@@ -45,7 +45,7 @@ def on_device(pair: Path, device: str) -> list[Finding]:
     for half, folder in (("target", manifest.target.folder), ("draft", manifest.draft.folder)):
         if folder is not None and "model" in fields[half]:
             fields = fields | {half: fields[half] | {"model": str(pair / folder), "revision": None}}
-    planned = resolve(validate(Recipe, fields, "check"))
+    planned = resolve(validate(Recipe, fields, "check"), made=True)
     limit, length = planned.limit, planned.max_length
     room = [] if limit is None else [_room(planned, planned.capacity(length) or 0, length)]
     return [*remarks(planned), *room]

@@ -1,15 +1,16 @@
 """A recipe resolved against the shapes of its models: plans, bytes, rates. No weights, no compute."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from qspec.bridges import oneshot
+from qspec.bridges.architectures import require_float
 from qspec.bridges.text import SUFFIXES, data_names, where_from
 from qspec.errors import SourceError
 from qspec.memory import Need
-from qspec.models.load import STORED, resolve_model
+from qspec.models.load import STORED, resolve_config, resolve_model
 from qspec.models.vocab import require_limit
 from qspec.numerics.roofline import PassCost, prefill_seconds
 from qspec.pair.drafters.registry import kind_of
@@ -22,7 +23,7 @@ from qspec.quantization.units import candidate_schemes
 from qspec.records import ArchMap
 from qspec.schema.datasets import dataset
 from qspec.schema.devices import DeviceSheet, read_device
-from qspec.schema.quantization import QuantSpec
+from qspec.schema.quantization import ModelSpec, QuantSpec
 from qspec.schema.recipe import Recipe, TaskSpec
 from qspec.schemes.build import build_plan, needs_statistics, resolve_plan
 from qspec.schemes.footprint import Footprint, footprint, kv_window_bytes
@@ -198,9 +199,14 @@ class PlannedPair:
         return steps(self.recipe, [half.cost for half in self.halves], asked)
 
 
-def resolve(recipe: Recipe) -> PlannedPair:
-    """Shapes, plans and bytes of both halves. Raises `RecipeError` or `SourceError` for what has no plan at all."""
+def resolve(recipe: Recipe, made: bool = False) -> PlannedPair:
+    """Shapes, plans and bytes of both halves. Raises `RecipeError` or `SourceError` for what has no plan at all.
+
+    made: whether the recipe's models are halves of a finished pair, which are quantized.
+    """
     _known_data(recipe)
+    for source in () if made else sources(recipe):
+        require_float(source.model, resolve_config(source))
     sheet = read_device(recipe.device)
     dtype = computed_with(recipe, sheet)
     width: int = getattr(torch, dtype).itemsize
@@ -216,6 +222,14 @@ def resolve(recipe: Recipe) -> PlannedPair:
     pair = PlannedPair(settled(recipe, target.plain.cost), recipe, sheet, dtype, target, draft, head, own_rows)
     _own_files(pair)
     return pair
+
+
+def sources(recipe: Recipe) -> Iterator[ModelSpec]:
+    """The models that are read to be quantized: the target and, if it is a model that exists, the draft."""
+    yield recipe.target
+    kind, source = kind_of(recipe.draft), recipe.draft.source
+    if kind.separate and source is not None and not kind.untrained:
+        yield source
 
 
 def computed_with(recipe: Recipe, sheet: DeviceSheet) -> str:

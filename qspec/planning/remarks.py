@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from qspec.bridges.text import data_names, where_from
+from qspec.models.load import resolve_config, source_dtype
 from qspec.pair.drafters.registry import kind_of
 from qspec.planning.duration import questions
 from qspec.planning.forecast import gain
 from qspec.planning.idle import idle_findings
-from qspec.planning.planned import MOST_PADDING, PlannedHalf, PlannedPair
+from qspec.planning.planned import MOST_PADDING, PlannedHalf, PlannedPair, sources
 from qspec.planning.preview_text import duration
-from qspec.schema.recipe import TaskSpec
+from qspec.schema.recipe import Recipe, TaskSpec
 from qspec.schemes.device_rules import (
     Finding,
     device_findings,
@@ -28,6 +31,7 @@ def remarks(pair: PlannedPair) -> Iterator[Finding]:
     if pair.draft is not None:
         yield from device_findings(pair.sheet, pair.draft.possible, pair.draft.plan.kv, pair.dtype, pair.draft.arch)
         yield from draft_findings(pair, pair.draft)
+    yield from _float16_findings(pair.recipe)
     yield from rotation_findings(pair.sheet, pair.recipe)
     yield from outlier_findings(pair.sheet, pair.recipe)
     yield from format_findings(pair.sheet, pair.recipe)
@@ -41,6 +45,15 @@ def remarks(pair: PlannedPair) -> Iterator[Finding]:
     yield from _kv_pays(pair)
     yield from _budget_findings(pair)
     yield from speed_findings(pair)
+
+
+def _float16_findings(recipe: Recipe) -> Iterator[Finding]:
+    """Sources in float16 that stay so beside FP8: `dtype: auto` keeps what a model came in."""
+    quantized = list(recipe.quantized.values()) if recipe.dtype == "auto" else []
+    for source, spec in zip(sources(recipe), quantized, strict=False):
+        if spec.scheme.startswith("FP8") and source_dtype(resolve_config(source)) == torch.float16:
+            rule = "stays in float16 with dtype: auto, and FP8 scales below 6e-5 lose bits there"
+            yield Finding("warning", f"{source.model} for {spec.scheme}", rule, "set dtype: bfloat16")
 
 
 def draft_findings(pair: PlannedPair, draft: PlannedHalf) -> Iterator[Finding]:

@@ -8,6 +8,9 @@ import pytest
 
 from qspec.cli import main
 from qspec.planning.compatibility import compatibility
+from qspec.planning.planned import resolve
+from qspec.planning.remarks import remarks
+from qspec.schema.recipe import Recipe
 from tests.tiny import tiny_model
 
 
@@ -59,3 +62,34 @@ def test_a_base_draft_of_an_instruct_target_is_warned_of(models: tuple[Path, Pat
     if had is None:
         ours.write_text(json.dumps(json.loads(ours.read_text(encoding="utf-8")) | template), encoding="utf-8")
     assert _levels(*models)["chat template"] == "warning"
+
+
+def _config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8")
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_half_that_is_quantized_already_is_refused_before_compute(
+    models: tuple[Path, Path], half: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a plan, or a check of two models, that approves what `run` refuses after minutes."""
+    _config(models[half], quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})
+    assert main(["check", str(models[0]), str(models[1])]) == 2
+    recipe = tmp_path / "recipe.yaml"
+    draft = f"draft: {{kind: model, model: {models[1]}}}"
+    recipe.write_text(f"name: t\ntarget: {{model: {models[0]}}}\n{draft}\n")
+    assert main(["plan", str(recipe)]) == 2
+    assert capsys.readouterr().err.count("is already quantized (method 'compressed-tensors')") == 2
+
+
+def test_a_float16_source_is_warned_of_beside_fp8(models: tuple[Path, Path]) -> None:
+    """Would catch `dtype: auto`, which keeps float16 and with it scales that lose bits, approved without a word."""
+    _config(models[0], dtype="float16")
+    half = {"scheme": "FP8"}
+    fields = {"name": "t", "device": "h100", "target": {"model": str(models[0]), "quantization": half}}
+    recipe = Recipe.model_validate(fields | {"draft": {"kind": "ngram"}, "evaluation": {"tasks": []}})
+    warned = [f.value for f in remarks(resolve(recipe)) if f.level == "warning"]
+    assert f"{models[0]} for FP8" in warned
+    bfloat16 = recipe.model_copy(update={"dtype": "bfloat16"})
+    assert f"{models[0]} for FP8" not in [f.value for f in remarks(resolve(bfloat16))]
