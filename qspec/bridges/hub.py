@@ -3,14 +3,21 @@ publish a pair, and describe it on a card.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 import glob
 from pathlib import Path
+import socket
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from qspec.bridges.companions import NOTICES, sort_out
 from qspec.bridges.remote import FolderStore, Item
 from qspec.bridges.tensors import INDEX
 from qspec.errors import OutputError, SourceError
+
+SECONDS_TO_ANSWER = 3.0
+"""After which the Hub is taken for out of reach."""
 
 T = TypeVar("T")
 
@@ -29,6 +36,31 @@ TOKENIZER_FILES = (
 )
 MODEL_FILES = (*TOKENIZER_FILES, *(f"{name}*" for name in NOTICES), "model*.safetensors", INDEX)
 """What is fetched without knowing what else there is."""
+
+
+@contextmanager
+def offline_without_hub() -> Iterator[bool]:
+    """Within it huggingface_hub looks into its cache alone where the Hub does not answer at once; yields whether."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not _answers(constants.ENDPOINT)
+    try:
+        yield constants.HF_HUB_OFFLINE
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _answers(address: str) -> bool:
+    """Whether a server takes connections; behind a proxy that is not asked."""
+    where = urlsplit(address)
+    if getproxies():
+        return True
+    try:
+        socket.create_connection((where.hostname, where.port or 443), SECONDS_TO_ANSWER).close()
+    except OSError:
+        return False
+    return True
 
 
 def fetch_config(model: str, revision: str | None) -> tuple[Path, str]:

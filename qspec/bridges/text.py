@@ -7,6 +7,7 @@ it was calibrated on.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 import json
@@ -17,6 +18,7 @@ import random
 import re
 from typing import Any, TypeVar
 
+from qspec.bridges.hub import offline_without_hub
 from qspec.errors import RecipeError, SourceError
 from qspec.records import Tokenizer
 from qspec.schema.datasets import DataSet, LocalFile, RemoteSet, dataset, read_datasets
@@ -97,6 +99,20 @@ def data_names(recipe: Recipe, calibrates: bool = True) -> list[str]:
     names += [task.name for task in recipe.evaluation.tasks if task.name in read_datasets()]
     names += [recipe.benchmark.prompts] if recipe.benchmark else []
     return list(dict.fromkeys(names))
+
+
+@contextmanager
+def cached_without_hub() -> Iterator[None]:
+    """Within it data sets come from this machine alone where the Hub does not answer at once."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    with offline_without_hub() as offline:
+        datasets.config.HF_HUB_OFFLINE = before or offline
+        try:
+            yield
+        finally:
+            datasets.config.HF_HUB_OFFLINE = before
 
 
 def local_files(name: str) -> dict[str, Path]:

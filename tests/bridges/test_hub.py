@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 import shutil
+import socket
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils._paths import filter_repo_objects
 import pytest
 
+from qspec.bridges import hub
 from qspec.bridges.hub import MODEL_FILES, fetch_config, fetch_model
 from qspec.errors import SourceError
 from tests.tiny import tiny_model
@@ -104,3 +106,21 @@ def test_only_safe_files_are_asked_for(
     assert (asked["model"], asked["revision"]) == ("org/tiny", "main")
     shards = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json", "config.json"]
     assert list(filter_repo_objects(shards, allow_patterns=list(MODEL_FILES))) == shards
+
+
+def test_a_hub_out_of_reach_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a task that tries the network for a minute before it says that its rows are not here."""
+    from huggingface_hub import constants
+
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unheard.getsockname()[1]}")
+        monkeypatch.setattr(hub, "getproxies", dict)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        with hub.offline_without_hub() as offline:
+            assert offline
+            assert constants.HF_HUB_OFFLINE
+        assert not constants.HF_HUB_OFFLINE
+        unheard.listen()
+        with hub.offline_without_hub() as offline:
+            assert not offline

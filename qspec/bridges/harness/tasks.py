@@ -13,7 +13,7 @@ import tempfile
 from typing import Any
 
 from qspec.bridges.harness.prompts import require_room
-from qspec.bridges.text import local_files
+from qspec.bridges.text import cached_without_hub, local_files
 from qspec.errors import RecipeError, SourceError
 from qspec.eval_files import eval_dir
 from qspec.schema.problems import closest
@@ -32,7 +32,8 @@ def require(task: TaskSpec, context: int) -> int:
     """
     with find_tasks(task) as (names, manager):
         try:
-            found = list(manager.load(names)["tasks"].values())
+            with cached_without_hub():
+                found = list(manager.load(names)["tasks"].values())
         except (OSError, ValueError, RuntimeError) as error:
             rule = f"cannot be loaded ({' '.join(str(error).split())[:120]})"
             fix = "go online, set QSPEC_DATA to a folder that holds its rows, or remove the task"
