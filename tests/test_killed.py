@@ -67,7 +67,9 @@ def test_a_run_can_be_resumed_wherever_it_was_killed(draft: dict[str, object], k
     names = {"recipe.yaml", "run.log", "report", "pair"}
 
     def run(out: Path, die_at: int | str | None = None) -> Ended:
-        return killer.run("run", yaml, "--out", out, "--resume", below=out, die_at=die_at)
+        return killer.run(
+            "run", yaml, "--out", out, "--resume", "--despite", "a model of noise", below=out, die_at=die_at
+        )
 
     critical = ("opened /.recipe.yaml", "rename /pair/report/.pair.json", "remove /work/target/")
     for moment in moments(lambda: run(tmp_path / "whole"), critical):

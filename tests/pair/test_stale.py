@@ -43,23 +43,25 @@ def test_a_pair_as_it_was_measured_is_not_stale(sealed: tuple[Path, Results], tm
     assert serving(pair).warnings == ()
 
 
-ACCURACY = "fidelity on wikitext2, needles, mmlu_pro (qspec)"
+TASKS = "needles, mmlu_pro (qspec)"
+DRAFTED = "the draft's fidelity"
+TARGET = f"fidelity on wikitext2, short answers, {DRAFTED}, {TASKS}, speed"
 
 
 def test_each_measurement_is_judged_by_what_it_is_of(sealed: tuple[Path, Results], tmp_path: Path) -> None:
     """Would catch acceptance of one draft told of another, and accuracy doubted for a draft that it never saw."""
     pair, results = sealed
     manifest = read_manifest(pair)
-    for half, named in (("draft", "speed"), ("target", f"{ACCURACY}, speed")):
+    for half, named in (("draft", f"{DRAFTED}, speed"), ("target", TARGET)):
         for name in ("model.safetensors", "config.json", "tokenizer.json"):
             path = f"{half}/{name}"
             other = _with_digest(manifest, path)
             assert stale(other, results) == [f"{named}: {path} is not the file that was measured"]
     added = FileEntry(path="target/more.json", bytes=1, sha256="0" * 64)
     more = manifest.model_copy(update={"files": (*manifest.files, added)})
-    assert stale(more, results) == [f"{ACCURACY}, speed: target/more.json is not the file that was measured"]
+    assert stale(more, results) == [f"{TARGET}: target/more.json is not the file that was measured"]
     noted = results.model_copy(update={"accuracy": example().accuracy})
-    assert stale(manifest, noted) == [f"{ACCURACY}: nothing says which files were measured"]
+    assert stale(manifest, noted) == [f"{TARGET.removesuffix(', speed')}: nothing says which files were measured"]
 
 
 def _with_digest(manifest: Manifest, path: str) -> Manifest:
@@ -72,7 +74,7 @@ def test_a_pair_says_what_is_stale(sealed: tuple[Path, Results], tmp_path: Path)
     """Would catch a check, or a server, that is silent about a draft that was never measured."""
     pair = Path(shutil.copytree(sealed[0], tmp_path / "pair"))
     change(pair, "draft", "_scale", 2.0)
-    reason = "speed: draft/model.safetensors is not the file that was measured"
+    reason = f"{DRAFTED}, speed: draft/model.safetensors is not the file that was measured"
     assert f"stale, measure again: {reason}" in check(pair)
     assert serving(pair).warnings == (reason,)
 
@@ -93,7 +95,7 @@ def test_a_change_of_either_half_is_named(
         key: before[key] | value if isinstance(value, dict) else value for key, value in change.items()
     }
     other = measured_of(pair, Recipe.model_validate(fields))
-    names = "speed" if half == "draft" else f"{ACCURACY}, speed"
+    names = f"{DRAFTED}, speed" if half == "draft" else TARGET
     assert stale(read_manifest(pair), other) == [f"{names}: {half}.quantization.{named} is not what was measured"]
 
 
@@ -109,7 +111,9 @@ def test_a_change_of_the_head_is_named(tmp_path: Path) -> None:
     results = measured_of(pair, made_for)
     assert stale(read_manifest(pair), results) == []
     change(pair, "draft", "_scale", 1.5)
-    assert stale(read_manifest(pair), results) == ["speed: draft/model.safetensors is not the file that was measured"]
+    assert stale(read_manifest(pair), results) == [
+        f"{DRAFTED}, speed: draft/model.safetensors is not the file that was measured"
+    ]
 
 
 def test_a_change_of_a_lookup_is_named(tmp_path: Path) -> None:
@@ -119,7 +123,7 @@ def test_a_change_of_a_lookup_is_named(tmp_path: Path) -> None:
     fields = made_for.as_dict()
     fields["draft"]["max_ngram"] = 3
     before = measured_of(pair, Recipe.model_validate(fields))
-    assert stale(read_manifest(pair), before) == ["speed: draft.max_ngram is not what was measured"]
+    assert stale(read_manifest(pair), before) == [f"{DRAFTED}, speed: draft.max_ngram is not what was measured"]
 
 
 def test_a_change_of_the_policy_is_named(sealed: tuple[Path, Results]) -> None:
@@ -127,7 +131,9 @@ def test_a_change_of_the_policy_is_named(sealed: tuple[Path, Results]) -> None:
     pair, _ = sealed
     speculation = {"draft_length": {"policy": "fixed", "k": 5}, "max_length": 128}
     other = measured_of(pair, recipe(speculation=speculation))
-    assert stale(read_manifest(pair), other) == ["speed: speculation.draft_length.k is not what was measured"]
+    assert stale(read_manifest(pair), other) == [
+        f"{DRAFTED}, speed: speculation.draft_length.k is not what was measured"
+    ]
 
 
 def test_arguments_by_hand_that_change_acceptance_are_warned_of(
