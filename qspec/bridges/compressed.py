@@ -31,7 +31,7 @@ from qspec.bridges.tensors import LazyTensors, read_tensors, write_shards
 from qspec.errors import OutputError, RecipeError, SourceError
 from qspec.nn.eager.linear import joined_rows, merge_obstacle, taken_rows
 from qspec.numerics.quantization.affine import QTensor, quantize_matrix
-from qspec.numerics.quantization.blocks import scale_shape
+from qspec.numerics.quantization.blocks import PerGroup, scale_shape
 from qspec.numerics.quantization.formats import INT4, SCALE_CEILING, SCALE_FLOOR, NumFormat
 from qspec.numerics.quantization.outliers import SparseMatrix
 from qspec.numerics.quantization.packing import PER_WORD, pack_int4, unpack_int4
@@ -128,7 +128,18 @@ def _described(folder: Path) -> _Description:
         if plan.resolve(arch.linears()) != resolved:
             raise SourceError(f"{folder}/{sidecar.NAME}", "has another plan than config.json", _AGAIN)
         _require_layers(plan.kv, arch)
-        return _Description(config, arch, {layer: s for layer, s in resolved.items() if s}, plan, body)
+        found = {layer: scheme for layer, scheme in resolved.items() if scheme}
+        for layer, scheme in found.items():
+            _require_groups(layer, scheme, arch.linear_shape(layer)[1])
+        return _Description(config, arch, found, plan, body)
+
+
+def _require_groups(layer: str, scheme: LayerScheme, columns: int) -> None:
+    """Groups of weights, and of inputs, are whole."""
+    parts = [part.granularity for part in (scheme.weight, scheme.activation) if part is not None]
+    for size in (part.size for part in parts if isinstance(part, PerGroup)):
+        if columns % size:
+            raise SourceError(layer, f"{columns} inputs do not divide into groups of {size}", _AGAIN)
 
 
 def _require_layers(kv: KVScheme | None, arch: ArchMap) -> None:
@@ -349,6 +360,8 @@ def _read_linear(stored: _Reader, layer: str, scheme: LayerScheme) -> QLinear:
         n, k = codes.shape
     zero = None if scheme.weight.symmetric else stored.take(f"{layer}.weight_zero_point")
     shape = scale_shape((n, k), granularity)
+    if zero is not None and zero.dim() != 2:
+        raise ValueError(f"zero points of {zero.dim()} dimensions")
     if zero is not None:
         zero = _unpacked(zero.T, shape[1], n).T if packed is not None else _in_range(_typed(zero, torch.int8), fmt)
         zero = zero.float().reshape(shape)

@@ -284,6 +284,7 @@ PATIENT = "re:" + "(.*)*" * 8 + "x"
         (("rope_parameters", "rope_theta"), 1e-30, "rotary frequency"),
         ((*GROUP, "weights", "group_size"), 0, "group or tile of 0"),
         ((*GROUP, "weights", "group_size"), 10**30, "group or tile"),
+        ((*GROUP, "input_activations", "group_size"), 48, "64 inputs do not divide into groups of 48"),
         ((*GROUP, "targets"), [PATIENT], "cannot be read within"),
         ((*GROUP, "targets"), ["re:a{99999999999}"], "repetition number"),
     ],
