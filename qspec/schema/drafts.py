@@ -154,18 +154,23 @@ class SelfDraft(DraftModel):
     quantization: QuantSpec = QuantSpec(scheme="W4A16", group_size=64)
 
 
-class NgramDraft(DraftSpec):
+class LookupDraft(DraftSpec):
+    """Drafts that continue the text as it went on before."""
+
+    branches: int = Field(default=1, ge=1, le=64, description="continuations at once; above 1 a tree")
+
+    @property
+    def branching(self) -> bool:
+        return self.branches > 1
+
+
+class NgramDraft(LookupDraft):
     """Prompt lookup: continue the longest recent match of the last tokens. No weights."""
 
     beside_lookup = False
     kind: Literal["ngram"]
     min_ngram: int = Field(default=1, ge=1)
     max_ngram: int = Field(default=3, ge=1, le=64)
-    branches: int = Field(default=1, ge=1, le=64, description="continuations at once; above 1 a tree")
-
-    @property
-    def branching(self) -> bool:
-        return self.branches > 1
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -174,7 +179,7 @@ class NgramDraft(DraftSpec):
         return self
 
 
-class SuffixDraft(DraftSpec):
+class SuffixDraft(LookupDraft):
     """Suffix lookup: continue the longest match in the running text and in earlier requests, by votes. No weights."""
 
     kind: Literal["suffix"]
@@ -182,11 +187,6 @@ class SuffixDraft(DraftSpec):
     max_match: int = Field(default=32, ge=1, le=1024)
     across_requests: bool = True
     memory_mb: float = Field(default=64, ge=0.1, le=1e6, description="10^6 bytes, for earlier requests and this one")
-    branches: int = Field(default=1, ge=1, le=64, description="continuations at once; above 1 a tree")
-
-    @property
-    def branching(self) -> bool:
-        return self.branches > 1
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
