@@ -174,7 +174,6 @@ def _forge_tensor(path: Path, dice: random.Random) -> None:
 
 def _forge(copy: Path, dice: random.Random) -> None:
     """Change something and make every digest right again, as somebody who knows the format can."""
-    manifest = read_manifest(copy)
     path = dice.choice([p for p in sorted(copy.rglob("*")) if p.suffix in (".json", ".safetensors", ".jinja")])
     if path.name == NAME:
         data = json.loads(_forge_json(path.read_bytes(), dice))
@@ -192,10 +191,41 @@ def _forge(copy: Path, dice: random.Random) -> None:
         path.write_text(path.read_text(encoding="utf-8").replace("content", dice.choice(TEMPLATES)), encoding="utf-8")
     else:
         path.write_bytes(_forge_json(path.read_bytes(), dice))
-    name = path.relative_to(copy).as_posix()
+    _sealed(path)
+
+
+def _sealed(path: Path) -> None:
+    """Put size and digest of a half's file into the manifest."""
+    copy = path.parents[1]
+    manifest, name = read_manifest(copy), path.relative_to(copy).as_posix()
     entry = FileEntry(path=name, bytes=path.stat().st_size, sha256=sha256_file(path))
     files = tuple(entry if old.path == name else old for old in manifest.files)
     (copy / NAME).write_bytes(manifest.model_copy(update={"files": files}).dump())
+
+
+def _rewritten(path: Path, change: Callable[[torch.Tensor], torch.Tensor], name: str) -> None:
+    """Change one tensor of a half and make the digests of its pair right again."""
+    tensors = {key: tensor.clone() for key, tensor in read_tensors(path).items()}
+    write_tensors(path, tensors | {name: change(tensors[name])})
+    _sealed(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda ids: -torch.arange(len(ids)).int() - 1, "reaches from -59 to -1"),
+        (lambda ids: ids.index_fill(0, torch.tensor([len(ids) - 1]), 60_000), "reaches from 5 to 60000"),
+        (lambda ids: ids.index_fill(0, torch.tensor([1]), 5), "must rise"),
+        (lambda ids: ids.flip(0), "must rise"),
+    ],
+    ids=["negative", "beyond", "twice", "in another order"],
+)
+def test_ids_of_a_head_index_its_rows(pairs: list[Path], tmp_path: Path, change: Any, part: str) -> None:
+    """Would catch drafts that end the process, or of which none is ever accepted, in a pair that counts as intact."""
+    copy = Path(shutil.copytree(pairs[2], tmp_path / "pair"))
+    _rewritten(copy / "draft" / "model.safetensors", change, "speculator.ids")
+    for use in (check, open_pair):
+        assert part in _refusal(use, copy)
 
 
 @contextmanager
