@@ -36,7 +36,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pair that was measured."""
     folder = tmp_path_factory.mktemp("made")
     quantization = recipe().target.quantization.model_dump(mode="json")
-    of_source = recipe(target={"model": str(folder / "source"), "quantization": quantization})
+    (folder / "prompts.jsonl").write_text('{"text": "The quick brown fox", "category": "prose"}', encoding="utf-8")
+    benchmark = {"prompts": str(folder / "prompts.jsonl"), "max_new_tokens": 8, "repeats": 1}
+    target = {"model": str(folder / "source"), "quantization": quantization}
+    of_source = recipe(target=target, benchmark=benchmark)
     made = package(*halves(folder / "source"), of_source, folder)
     put(measured_of(made, of_source), made, folder / "report")
     return made
