@@ -1,7 +1,7 @@
 """Where a result comes from and how it reaches the disk: digests, versions, the machine, writes without halves."""
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 import errno
 import fcntl
 import hashlib
@@ -131,12 +131,31 @@ def atomic_file(path: str | Path, scratch: Path | None = None) -> Iterator[Binar
         try:
             with open(part, "wb") as file:
                 yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
+            commit(part, path)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+
+
+def commit(part: Path, final: Path) -> None:
+    """Give a file, or a folder with all that it holds, its final name, under which a power cut leaves it whole.
+
+    Bytes reach the disk first, then the names inside, the new name last.
+    """
+    for path in (*sorted(part.rglob("*"), reverse=True), part):
+        _sync(path)
+    part.rename(final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk. File systems that cannot do so for folders are trusted."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError) if path.is_dir() else nullcontext():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -190,8 +209,7 @@ def add_version(parent: Path, source: Path) -> Path:
     version = parent / digest[:16]
     if not (version.is_dir() and sha256_folder(version) == digest):
         with staged_dir(version) as part:
-            for path in (path for path in source.rglob("*") if path.is_file()):
-                atomic_write(part / path.relative_to(source), path.read_bytes())
+            shutil.copytree(source, part, dirs_exist_ok=True)
     return version
 
 
@@ -235,7 +253,7 @@ def _swap(part: Path, final: Path, previous: Path) -> None:
     if final.exists():
         final.rename(previous)
     try:
-        part.rename(final)
+        commit(part, final)
     except OSError:
         if previous.exists():
             previous.rename(final)

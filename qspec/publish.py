@@ -12,7 +12,7 @@ from qspec.bridges.remote import FolderStore, Item
 from qspec.errors import IntegrityError, OutputError, PairError
 from qspec.measure.items import task_evidence
 from qspec.pair.check import check, measured, read_manifest, stale
-from qspec.provenance import drop_unnamed, require_space, sha256_file
+from qspec.provenance import commit, drop_unnamed, require_space, sha256_file
 from qspec.readable import number
 from qspec.report.document import Block, Details, Document, Paragraph, Table, compact
 from qspec.report.headline import lead, tiles
@@ -149,7 +149,7 @@ def pull(address: str, out: Path, told: Told) -> Path:
         told(entry.path)
     (part / NAME).write_bytes(raw)
     check(part)
-    part.rename(out)
+    commit(part, out)
     return out
 
 

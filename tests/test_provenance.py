@@ -243,3 +243,33 @@ def test_a_file_can_be_written_elsewhere_first(tmp_path):
         file.write(b"whole")
         assert names(tmp_path) == {"scratch"}
     assert names(tmp_path) == {"scratch", "f"}
+
+
+def test_a_name_is_given_to_what_is_on_the_disk(tmp_path, monkeypatch):
+    """Would catch a file, or a folder of files, that a power cut leaves empty under its final name."""
+    steps = list[str]()
+    sync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        steps.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).relative_to(tmp_path)}")
+        sync(descriptor)
+
+    def renamed(source: Path, target: Path, **_: object) -> None:
+        steps.append(f"rename {Path(source).name} {Path(target).name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    atomic_write(tmp_path / "f", b"all of it")
+    assert steps == ["sync .f.partial", "rename .f.partial f", "sync ."]
+    steps.clear()
+    with staged_dir(tmp_path / "pair") as part:
+        (part / "half").mkdir()
+        (part / "half" / "weights").write_bytes(b"all of them")
+        (part / "pair.json").write_bytes(b"{}")
+    inside = ["pair.json", "half/weights", "half"]
+    assert steps == [*(f"sync .pair.partial/{name}" for name in inside), *_named("pair")]
+
+
+def _named(name: str) -> list[str]:
+    return [f"sync .{name}.partial", f"rename .{name}.partial {name}", "sync ."]
