@@ -18,10 +18,12 @@ from typing import NoReturn
 import warnings
 
 from qspec import errors
-from qspec.errors import QspecError, SourceError
+from qspec.errors import OutOfMemory, QspecError, SourceError
+from qspec.memory import ran_out, rooms
+from qspec.readable import size as sized
 
 SECONDS, MEMORY = 10.0, 1 << 30
-"""Of the processor, and bytes beyond those that this process has, for work on small files."""
+"""Of the processor, and bytes beyond those that this process has, for work on small files; a limit of its own stays."""
 SECONDS_PER_MB, MEMORY_PER_BYTE = 1.0, 32
 """More of both for large files."""
 _PATIENCE = 10
@@ -34,7 +36,7 @@ def rehearse(work: Callable[[], object], where: str, size: int = 0) -> None:
     """Do `work` in a process that is forked and forgotten. size: bytes of the files that it reads.
 
     Raises what `work` raises there: a `QspecError` as it is, anything else as a `SourceError` about `where`; and
-    `SourceError` if it has not ended within the limits.
+    `SourceError` if it has not ended within the limits, or `OutOfMemory` where this process's own are tighter.
     """
     if _inside:
         work()
@@ -48,14 +50,22 @@ def rehearse(work: Callable[[], object], where: str, size: int = 0) -> None:
         os.close(reader)
         _run(work, writer, seconds, memory)
     os.close(writer)
+    end, status = time.monotonic() + _PATIENCE * seconds, 0
     try:
-        answer = _answer(reader, time.monotonic() + _PATIENCE * seconds)
+        answer = _answer(reader, end)
     finally:
         os.close(reader)
+        late = time.monotonic() >= end
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        status = os.waitpid(child, 0)[1]
     if answer is None:
+        room = min(rooms(), key=lambda room: room.left, default=None)
+        if room is not None and room.left < memory and not late and os.WTERMSIG(status) != signal.SIGXCPU:
+            rule = (
+                f"cannot be read: that may take {sized(memory)} of memory, and {room.limit} leaves {sized(room.left)}"
+            )
+            raise OutOfMemory(where, rule, "give it more memory")
         rule = f"cannot be read within {seconds:.0f} seconds and {memory / 2**30:.1f} GiB"
         raise SourceError(where, rule, "do not use it: it was made to hang its readers, or give an intact copy")
     if answer:
@@ -95,13 +105,13 @@ def _run(work: Callable[[], object], writer: int, seconds: float, memory: int) -
             sys.modules["torch"].set_num_threads(1)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         work()
-    except QspecError as error:
-        answer = [type(error).__name__, error.value, error.rule, error.fix]
-    except MemoryError:
-        os._exit(1)
     except BaseException as error:  # noqa: BLE001 (tokenizers end in exceptions that are no `Exception`)
+        if ran_out(error) is not None:
+            os._exit(1)
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
         answer = ["SourceError", "", f"cannot be read ({text})", "give an intact copy"]
+        if isinstance(error, QspecError):
+            answer = [type(error).__name__, error.value, error.rule, error.fix]
     finally:
         with suppress(BaseException):
             os.write(writer, json.dumps(answer).encode()[:_MOST_ANSWER])
@@ -113,6 +123,5 @@ def _limit(seconds: float, memory: int) -> None:
     with suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:  # not everywhere is there such a file
         limits[resource.RLIMIT_AS] = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + memory
     for kind, most in limits.items():
-        hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        least = min(most, *(limit for limit in (*resource.getrlimit(kind), most) if limit != resource.RLIM_INFINITY))
+        resource.setrlimit(kind, (least, least))

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 import os
+from pathlib import Path
+import re
+import resource
 import time
 
 import pytest
 
 from qspec import limited
-from qspec.errors import IntegrityError, SourceError
+from qspec.errors import IntegrityError, QspecError, SourceError
 from qspec.limited import rehearse
 
 
@@ -34,6 +37,50 @@ def test_work_that_does_not_end_is_refused(work: Callable[[], None], monkeypatch
     monkeypatch.setattr(limited, "SECONDS", 0.02)
     with pytest.raises(SourceError, match=r"the file: cannot be read within 0 seconds and 1\.0 GiB"):
         rehearse(work, "the file")
+
+
+def in_disguise() -> None:
+    """As libraries report it: an error of another kind, taken for a broken file on its way."""
+    try:
+        try:
+            bytearray(900 << 20)
+        except MemoryError:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory") from None
+    except RuntimeError as error:
+        raise SourceError("model.safetensors", "is not readable", "give an intact copy") from error
+
+
+def within(work: Callable[[], None], room: int) -> str:
+    """What `rehearse` raises in a process of its own that has `room` bytes left by RLIMIT_AS."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (taken + room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        try:
+            rehearse(work, "the file")
+        except QspecError as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as told:
+        return told.read()
+
+
+@pytest.mark.parametrize("work", [hungry, in_disguise, killed])
+def test_a_limit_of_this_process_is_not_the_files_fault(work: Callable[[], None]) -> None:
+    """Would catch a sound model called hostile, or broken, under `ulimit -v`, and a limit that the work may exceed."""
+    said = within(work, 500 << 20)
+    assert re.match(r"OutOfMemory: the file: cannot be read: .* RLIMIT_AS \(ulimit -v\) of .* leaves 5\d\d MB", said), (
+        said
+    )
+
+
+def test_time_is_not_taken_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch more memory asked for what hangs, because the process has little."""
+    monkeypatch.setattr(limited, "SECONDS", 0.02)
+    assert "within 0 seconds" in within(endless, 500 << 20)
 
 
 def refused() -> None:
