@@ -8,7 +8,7 @@ import secrets
 import time
 from typing import Any
 
-from qspec.errors import QspecError, RecipeError
+from qspec.errors import RecipeError
 from qspec.schema.api import ChatQuestion, CompletionQuestion, Question, StreamOptions, read_question
 from qspec.serving.engine import Answer, Answers
 from qspec.speculation.types import Sampling
@@ -60,13 +60,7 @@ def answer_to(answers: Answers, question: Question, loop: asyncio.AbstractEventL
 def _prompt(answers: Answers, question: Question) -> list[int]:
     tokenizer = answers.pair.model.tokenizer
     if isinstance(question, ChatQuestion):
-        try:
-            return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in question.messages])
-        except QspecError:
-            raise
-        except Exception as error:  # whatever a template raises
-            rule = f"do not fit the chat template ({str(error)[:200]})"
-            raise RecipeError("messages", rule, "change their roles, or their order") from error
+        return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in question.messages])
     assert isinstance(question, CompletionQuestion)
     prompt = question.one
     return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
