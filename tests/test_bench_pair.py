@@ -185,7 +185,7 @@ def test_speed_says_nothing_of_a_changed_target_s_accuracy(whole: Path, tmp_path
     assert _publish(whole, tmp_path / "no") == 2
     assert stays in capsys.readouterr().err
     assert main(["check", str(whole)]) == 0
-    assert f"stale, measure again: {stays}" in capsys.readouterr().out
+    assert f"not ready: {stays}" in capsys.readouterr().out
     assert main(["report", str(whole)]) == 0
     assert "not all numbers of one pair: target/model.safetensors changed" in " ".join(capsys.readouterr().out.split())
     kept = {one["metric"] for one in read_manifest(whole).measurements}

@@ -61,8 +61,6 @@ def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
         found = kind_of(content.recipe.draft).check(pair / "draft", halves["target"])
     findings += [] if found is None else [found]
     findings += _compare_tokenizers(manifest, halves["target"], halves.get("draft"))
-    results = measured(pair, manifest)
-    findings += [f"stale, measure again: {reason}" for reason in (stale(manifest, results) if results else ())]
     return findings, halves
 
 

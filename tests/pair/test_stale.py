@@ -10,8 +10,9 @@ import torch
 from qspec.bridges import speculator
 from qspec.cli import main
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
-from qspec.pair.check import check, overridden, read_manifest, stale
+from qspec.pair.check import overridden, read_manifest, stale
 from qspec.pair.package import package
+from qspec.report.verdict import obstacles
 from qspec.schema.manifest import FileEntry, Manifest
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import Results
@@ -39,7 +40,7 @@ def test_a_pair_as_it_was_measured_is_not_stale(sealed: tuple[Path, Results], tm
     """Would catch a warning that everybody learns to ignore."""
     pair, results = sealed
     assert stale(read_manifest(pair), results) == []
-    assert not [found for found in check(pair) if "stale" in found]
+    assert not [found for found in obstacles(pair) if "what was measured" in found]
     assert serving(pair).warnings == ()
 
 
@@ -70,13 +71,16 @@ def _with_digest(manifest: Manifest, path: str) -> Manifest:
     return manifest.model_copy(update={"files": tuple(files)})
 
 
-def test_a_pair_says_what_is_stale(sealed: tuple[Path, Results], tmp_path: Path) -> None:
-    """Would catch a check, or a server, that is silent about a draft that was never measured."""
+def test_a_pair_says_what_is_stale(
+    sealed: tuple[Path, Results], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a check, or a server, that is silent about a draft that was never measured, or says so twice."""
     pair = Path(shutil.copytree(sealed[0], tmp_path / "pair"))
     change(pair, "draft", "_scale", 2.0)
     reason = f"{DRAFTED}, speed: draft/model.safetensors is not the file that was measured"
-    assert f"stale, measure again: {reason}" in check(pair)
     assert serving(pair).warnings == (reason,)
+    assert main(["check", str(pair)]) == 0
+    assert capsys.readouterr().out.count(reason) == 1
 
 
 @pytest.mark.parametrize("half", ["target", "draft"])
