@@ -241,7 +241,7 @@ def measure_speed(pair: LoadedPair, arms: Mapping[str, Arm], progress: Progress)
     progress.stage("benchmark")
     model = pair.model
     speed = bench(arms, model.tokenizer, pair.recipe, progress, eos_ids=model.arch.eos_ids, prove="quantized")
-    return speed.model_copy(update={"provenance": provenance_of(pair, draft=True)})
+    return speed.model_copy(update={"provenance": provenance_of(pair, "pair")})
 
 
 def results_of(

@@ -96,7 +96,7 @@ def evaluate_pair(
         recipe = recipe.whole() if whole else settled(recipe, plain_cost(recipe, target.arch))
         job = Job(recipe, pair, target, work, python or Path(sys.executable), progress, more)
         served = Accuracy(tasks=(*_by_running(job), *_by_vllm(job)))
-        accuracy = served.measured_on(provenance(manifest, recipe, draft=False)).updated(_own(job))
+        accuracy = served.measured_on(provenance(manifest, recipe, "target")).updated(_own(job))
         shutil.rmtree(work, ignore_errors=True)
         return write_results(results_of(manifest, recipe, accuracy), part, pair if keep else None, progress)
 

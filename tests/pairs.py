@@ -1,11 +1,11 @@
 """A tiny pair, quantized and ready to be packaged."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.models.layers import truncate_layers
-from qspec.pair.check import provenance, read_manifest
+from qspec.pair.check import Subject, provenance, read_manifest
 from qspec.pair.package import seal
 from qspec.provenance import sha256_file
 from qspec.quantization.job import fuse
@@ -48,9 +48,9 @@ def measured_of(pair: Path, made: Recipe) -> Results:
     """Made-up results that say they are of a pair: accuracy of its target, draft and speed of both halves."""
     manifest, results = read_manifest(pair), example()
     assert results.speed is not None
-    target, both = (provenance(manifest, made, draft=draft) for draft in (False, True))
+    target, beside, both = (provenance(manifest, made, of) for of in get_args(Subject))
     assert results.accuracy.draft is not None
-    draft = results.accuracy.draft.model_copy(update={"provenance": both})
+    draft = results.accuracy.draft.model_copy(update={"provenance": beside})
     accuracy = results.accuracy.measured_on(target).model_copy(update={"draft": draft})
     parts = {"accuracy": accuracy, "recipe": made.as_dict()}
     return results.model_copy(update={**parts, "speed": results.speed.model_copy(update={"provenance": both})})

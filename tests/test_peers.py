@@ -630,7 +630,7 @@ def test_T45_acceptance_is_asked_for_again_when_a_cache_changes() -> None:
     plain, fp8 = (a_recipe("cpu", {"kv": kv}) for kv in (None, FP8_KV))
     before = _manifest(plain.as_dict())
     read = Measurement(metric="memory read", value=1e9, unit="B/s", n=1)
-    speed = Speed(provenance=provenance(before, plain, draft=True), arms=(), ratios=(), bandwidth=read)
+    speed = Speed(provenance=provenance(before, plain, "pair"), arms=(), ratios=(), bandwidth=read)
     results = Results(name="t", recipe=plain.as_dict(), environment={}, speed=speed)
     assert stale(_manifest(fp8.as_dict()), results) == ["speed: target.quantization.kv is not what was measured"]
     assert stale(before, results) == []

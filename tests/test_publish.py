@@ -28,7 +28,7 @@ def _results(pair: Path, *, lossless: bool = True) -> Results:
     equality = Equality(arm="a + draft", baseline="a", n=1, equal=0, mismatches=(wrong,))
     if lossless:
         equality = Equality(arm="a + draft", baseline="a", n=1, equal=1)
-    of = provenance(read_manifest(pair), recipe(), draft=True)
+    of = provenance(read_manifest(pair), recipe(), "pair")
     timed = speed().model_copy(update={"provenance": of, "equality": (equality,)})
     accuracy = measured_of(pair, recipe()).accuracy.model_copy(update={"needles": None, "tasks": ()})
     return Results(name="p", recipe=recipe().as_dict(), environment={}, accuracy=accuracy, speed=timed)

@@ -14,7 +14,7 @@ from qspec.models.load import load, resolve_arch
 from qspec.models.vocab import real_vocab
 from qspec.nn.engines import AnyDecoder, engine_name
 from qspec.numerics.roofline import PassCost
-from qspec.pair.check import provenance
+from qspec.pair.check import Subject, provenance
 from qspec.pair.drafters.kind import Weights
 from qspec.pair.drafters.registry import draft_policy, kind_of
 from qspec.pair.head import target_rows
@@ -156,9 +156,9 @@ class Arms:
         return open_fitting(what, plain, length, **engine_options(self.recipe))
 
 
-def provenance_of(pair: LoadedPair, *, draft: bool) -> Provenance:
-    """Where a measurement of an open pair comes from: of its target alone, or of its draft too."""
-    return provenance(pair.manifest, pair.recipe, draft=draft, engine=engine_name(pair.target))
+def provenance_of(pair: LoadedPair, of: Subject) -> Provenance:
+    """Where a measurement of an open pair comes from."""
+    return provenance(pair.manifest, pair.recipe, of, engine=engine_name(pair.target))
 
 
 def measure_accuracy(arms: Arms, work: Path, progress: Progress) -> Accuracy:
@@ -177,13 +177,13 @@ def measure_accuracy(arms: Arms, work: Path, progress: Progress) -> Accuracy:
     halves, text = (arms.original, arms.pair.target), recipe.evaluation.fidelity
     found = evaluate(*halves, target.tokenizer, recipe, folders, progress, eos_ids=eos_ids, float_kv=float_kv)
     if text is None:
-        return found.measured_on(provenance_of(arms.pair, draft=False))
+        return found.measured_on(provenance_of(arms.pair, "target"))
     answers, drafts = measure_answers(*halves, target.tokenizer, text, eos_ids, progress), arms.drafts
-    found = found.model_copy(update={"answers": answers}).measured_on(provenance_of(arms.pair, draft=False))
+    found = found.model_copy(update={"answers": answers}).measured_on(provenance_of(arms.pair, "target"))
     if drafts is None:
         return found
     draft = measure_draft(halves[1], drafts, target.tokenizer, text, progress)
-    draft = draft.model_copy(update={"provenance": provenance_of(arms.pair, draft=True)})
+    draft = draft.model_copy(update={"provenance": provenance_of(arms.pair, "draft")})
     return found.model_copy(update={"draft": draft})
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import os
 from pathlib import Path
 import stat
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ from qspec.pair.head import check_floats, check_scales
 from qspec.plain_files import MOST_BYTES, read_bytes
 from qspec.provenance import environment, sha256_file
 from qspec.records import QuantizedModel, layer_number
+from qspec.schema.drafts import USES
 from qspec.schema.manifest import BESIDE, NAME, REPORT, FileEntry, Manifest
 from qspec.schema.problems import short, validate
 from qspec.schema.recipe import Recipe
@@ -220,24 +221,26 @@ _DECIDES = ("--kv-cache-dtype", "--speculative-config", "--quantization", "--dty
 """Arguments of vLLM that change what a half computes, and with it how often its drafts are accepted."""
 
 
-_TARGET = ("target", "dtype")
+Subject = Literal["target", "draft", "pair"]
+"""What is measured: the target alone, the draft's distributions beside the target's, or both halves at work."""
+_ORIGIN = {"model", "revision", "base_model", "training"}
+"""Fields that say what a half was made from, and how: its files are what was measured."""
 
 
-_PAIR = (*_TARGET, "draft", "speculation", "device")
-"""Sections of a recipe that decide what the target computes, and what both halves together do."""
+def provenance(manifest: Manifest, recipe: Recipe, of: Subject, **facts: str) -> Provenance:
+    """Where a measurement comes from: the files that were read, and the settings that decide what those compute.
 
-
-def provenance(manifest: Manifest, recipe: Recipe, *, draft: bool, **facts: str) -> Provenance:
-    """Where a measurement of a pair under `recipe` comes from: of its target alone, or of its draft too.
-
-    facts: what the environment holds beside versions and machine.
+    facts: of the environment, beside versions and machine.
     """
-    settings = recipe.as_dict()
-    return Provenance(
-        files=half_digests(manifest, ("target", "draft") if draft else ("target",)),
-        settings={name: settings[name] for name in (_PAIR if draft else _TARGET)},
-        environment={**environment(), **facts},
-    )
+    settings: dict[str, Any] = {"target": recipe.target.model_dump(mode="json", exclude=_ORIGIN), "dtype": recipe.dtype}
+    if of != "target":
+        others = _ORIGIN | (USES if of == "draft" else set())
+        settings["draft"] = recipe.draft.model_dump(mode="json", exclude=others)
+    if of == "pair":
+        speculation = recipe.speculation.model_dump(mode="json", exclude={"temperature"})  # the benchmark has its own
+        settings |= {"speculation": speculation, "device": recipe.device}
+    files = half_digests(manifest, ("target",) if of == "target" else ("target", "draft"))
+    return Provenance(files=files, settings=settings, environment={**environment(), **facts})
 
 
 def half_digests(manifest: Manifest, halves: Collection[str] = ("target", "draft")) -> dict[str, str]:
@@ -260,7 +263,7 @@ def changes(measured: Provenance | None, manifest: Manifest) -> list[str]:
         return ["nothing says which files were measured"]
     now = half_digests(manifest, {path.partition("/")[0] for path in measured.files})
     changed = [path for path in sorted(now.keys() | measured.files) if now.get(path) != measured.files.get(path)]
-    settings = _differing(measured.settings, {name: manifest.recipe.get(name) for name in measured.settings})
+    settings = _differing(measured.settings, manifest.recipe)
     return [
         *(f"{path} is not the file that was measured" for path in changed),
         *(f"{setting} is not what was measured" for setting in settings),
@@ -279,10 +282,11 @@ def measured(pair: Path, manifest: Manifest) -> Results | None:
     return Results.read(path) if manifest.report is not None and path.is_file() else None
 
 
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
+def _differing(noted: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Settings that are not as they were noted."""
     found: list[str] = []
-    for key in sorted(a.keys() | b.keys()):
-        one, other = a.get(key), b.get(key)
+    for key in sorted(noted):
+        one, other = noted[key], now.get(key)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             found += _differing(one, other, f"{prefix}{key}.")
         elif one != other:

@@ -77,6 +77,10 @@ class DraftSpec(Strict):
         return False
 
 
+USES = {"lookup", "tree", "candidates", "top_k"}
+"""Fields of drafts that say how weights are used, and not which."""
+
+
 class _AnyKind:
     """The schema of a draft: that of the class which its field `kind` names, among those that are known by then."""
 

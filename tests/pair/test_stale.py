@@ -1,5 +1,6 @@
 """Measurements that no longer speak of their pair."""
 
+import json
 from pathlib import Path
 import shutil
 from typing import Any
@@ -130,14 +131,31 @@ def test_a_change_of_a_lookup_is_named(tmp_path: Path) -> None:
     assert stale(read_manifest(pair), before) == [f"{DRAFTED}, speed: draft.max_ngram is not what was measured"]
 
 
-def test_a_change_of_the_policy_is_named(sealed: tuple[Path, Results]) -> None:
-    """Would catch a speed with one draft length told of another."""
+@pytest.mark.parametrize(
+    ("field", "value", "names"),
+    [
+        ("speculation.draft_length.k", 5, "speed"),
+        ("speculation.top_k", 7, "speed"),
+        ("speculation.max_length", 64, "speed"),
+        ("draft.lookup", "suffix", "speed"),
+        ("draft.tree", {"nodes": 4}, "speed"),
+        ("device", "h100", "speed"),
+        ("dtype", "bfloat16", TARGET),
+        ("speculation.temperature", 0.5, ""),
+        ("target.model", "elsewhere", ""),
+        ("target.base_model", "org/name", ""),
+        ("seed", 5, ""),
+        ("evaluation.fidelity.windows", 5, ""),
+    ],
+)
+def test_a_setting_makes_stale_what_it_decides(
+    sealed: tuple[Path, Results], field: str, value: object, names: str
+) -> None:
+    """Would catch a speed with one draft length told of another, and a draft's fidelity doubted for a length."""
     pair, _ = sealed
-    speculation = {"draft_length": {"policy": "fixed", "k": 5}, "max_length": 128}
-    other = measured_of(pair, recipe(speculation=speculation))
-    assert stale(read_manifest(pair), other) == [
-        f"{DRAFTED}, speed: speculation.draft_length.k is not what was measured"
-    ]
+    made = Recipe.of(recipe().as_dict(), (f"{field}={json.dumps(value)}",), "other")
+    expected = [f"{names}: {field} is not what was measured"] if names else []
+    assert stale(read_manifest(pair), measured_of(pair, made)) == expected
 
 
 def test_arguments_by_hand_that_change_acceptance_are_warned_of(

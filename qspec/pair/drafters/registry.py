@@ -12,7 +12,7 @@ from qspec.pair.drafters.mlp import Mlp
 from qspec.pair.drafters.model import Model, SelfCopy
 from qspec.provenance import digest_of
 from qspec.records import LoadedModel, QuantizedModel
-from qspec.schema.drafts import DraftSpec
+from qspec.schema.drafts import USES, DraftSpec
 from qspec.schema.recipe import DraftLengthSpec
 from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.model import ModelDrafter
@@ -21,9 +21,6 @@ from qspec.speculation.length import policies
 from qspec.speculation.types import Drafter, DraftLength
 
 KINDS: dict[type[DraftSpec], type[DraftKind[Any]]] = {kind.of: kind for kind in (Model, SelfCopy, Ngram, Suffix, Mlp)}
-
-_NO_WEIGHTS = {"lookup", "tree", "candidates", "top_k", "training"}
-"""Fields of drafts that say how weights are used or made, and not which."""
 
 
 def kind_of(spec: DraftSpec) -> DraftKind[Any]:
@@ -50,7 +47,7 @@ class Drafters:
 
     def new(self, draft: DraftSpec, open_draft: Callable[[], AnyDecoder]) -> Drafter:
         """One that has learned nothing yet, with a cache of its own; `open_draft` opens a draft model once."""
-        kind, key = kind_of(draft), digest_of(draft.model_dump(mode="json", exclude=_NO_WEIGHTS))
+        kind, key = kind_of(draft), digest_of(draft.model_dump(mode="json", exclude=USES | {"training"}))
         if key not in self._weights:
             self._weights[key] = kind.load(self._target, open_draft)
         return kind.drafter(self._weights[key].fork(), self._target.arch, self._tokens)
