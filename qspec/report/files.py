@@ -1,4 +1,4 @@
-"""Results where people have them: a run's folder, a pair's folder, or a file; a speed study lies beside them."""
+"""Results where people have them: a run's folder, a pair's folder, or a file; and a speed study near them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,9 +29,17 @@ def results_file(reference: Path) -> Path:
     raise IntegrityError(str(reference), "holds no results.json", "give a run's or a pair's folder, or the file")
 
 
+def study_file(reference: Path) -> Path:
+    """Where a speed study belongs: beside the results; of a pair, which holds listed files only, beside its folder."""
+    if (reference / NAME).is_file():
+        folder = reference.absolute()
+        return folder.with_name(f"{folder.name}.{STUDY}")
+    return results_file(reference).with_name(STUDY)
+
+
 def read_study(reference: Path) -> SpeedRows | None:
-    """The speed study that lies beside the results, if one does."""
-    place = results_file(reference).with_name(STUDY)
+    """The speed study that lies where it belongs, if one does."""
+    place = study_file(reference)
     return SpeedRows.read(place) if place.is_file() else None
 
 

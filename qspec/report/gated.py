@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qspec.errors import RecipeError
 from qspec.report.document import Block, Document, Heading
-from qspec.report.files import STUDY, read_named, read_results, read_study
+from qspec.report.files import read_named, read_results, read_study, study_file
 from qspec.report.gate import Outcome, judge, parse, sentence
 from qspec.report.page import document
 from qspec.report.pairs import comparison
@@ -26,7 +26,7 @@ def gated(
     if baseline is not None and not gates:
         raise RecipeError(f"--against {baseline}", "changes nothing without a gate", "add --fail-if 'recovery<0.99'")
     if speed is not None and len(references) > 1:
-        raise RecipeError(f"--speed {speed}", "is of one pair", f"put it beside its results.json, as {STUDY}")
+        raise RecipeError(f"--speed {speed}", "is of one pair", f"put it at {study_file(references[0])}")
     pairs, against = read_named(references), read_results(baseline) if baseline is not None else None
     studies = [SpeedRows.read(speed)] if speed is not None else [read_study(reference) for reference in references]
     outcomes = {name: judge(gates, results, against) for name, results in pairs.items()}

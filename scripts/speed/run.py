@@ -4,7 +4,7 @@ Speed by lengths of prompt and answer, batch and way to serve: eval/matrices/spe
 with --server, what running servers do with as many requests at once (--matrix eval/matrices/speed.yaml --out FILE).
 Arms take turns; cells are kept in runs/bench_speed and not timed again; rows go to eval/baselines/speed_cpu.json.
   --only PATTERN   subjects by name    --again   begin anew    --list   what is kept    --rows   rows of what is kept
-  --pair DIR: a pair, its target and its original; rows go to speed.json beside its results, where qspec report looks
+  --pair DIR: a pair, its target and its original; rows go to DIR.speed.json, where qspec report looks
   --server ARM=URL (repeatable; URL up to and with /v1)    --out FILE    --report DIR    --threads N
 """
 
@@ -34,7 +34,7 @@ from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.quantization.job import Calibration, quantize_model
 from qspec.records import LoadedModel, Tokenizer
-from qspec.report.files import STUDY, results_file
+from qspec.report.files import study_file
 from qspec.report.page import write
 from qspec.report.study import document
 from qspec.schema.quantization import QuantSpec
@@ -188,7 +188,7 @@ def by_servers(subject: SpeedSubject, servers: dict[str, Api], tokenizer: Tokeni
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", action="append", default=[], metavar="ARM=URL")
     parser.add_argument("--pair", type=Path, metavar="DIR", help="its arms, by the matrix's lengths and batches")
-    parser.add_argument("--out", type=Path, help="default: the baseline, or speed.json beside the results of the pair")
+    parser.add_argument("--out", type=Path, help="default: the baseline, or PAIR.speed.json beside the pair")
     parser.add_argument("--report", type=Path, default=WORK / "report")
     parser.add_argument("--rows", action="store_true")
 
@@ -211,7 +211,7 @@ def baseline(args: argparse.Namespace) -> Path:
     """Where the rows go."""
     if args.out is not None or args.pair is None:
         return args.out or Path("eval/baselines/speed_cpu.json")
-    return results_file(args.pair).with_name(STUDY)
+    return study_file(args.pair)
 
 
 def studies(args: argparse.Namespace) -> list[Study]:

@@ -8,6 +8,7 @@ import pytest
 
 from qspec import cli
 from qspec.eval_files import eval_dir
+from qspec.report.files import read_study, study_file
 from qspec.report.page import document
 from qspec.report.pairs import comparison
 from qspec.schema.speed_rows import SpeedRows
@@ -79,6 +80,18 @@ def test_a_study_can_be_given(tmp_path: Path, capsys: Capture):
     assert "is no speed study" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path / "a"), str(tmp_path / "b"), *given]) == 2
     assert "is of one pair" in capsys.readouterr().err
+
+
+def test_a_study_of_a_pair_lies_outside_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Would catch a file in a pair that its manifest does not list, and a study that two pairs share."""
+    pair = tmp_path / "pair"
+    pair.mkdir()
+    (pair / "pair.json").write_text("{}", encoding="utf-8")
+    assert study_file(pair) == tmp_path / "pair.speed.json"
+    monkeypatch.chdir(pair)
+    assert study_file(Path(".")) == tmp_path / "pair.speed.json"
+    (tmp_path / "pair.speed.json").write_text(study().model_dump_json(), encoding="utf-8")
+    assert read_study(pair) == study()
 
 
 def test_studies_of_several_pairs_are_told_apart():
