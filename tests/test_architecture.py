@@ -47,6 +47,8 @@ HOMES = {
     "vllm": "bridges.vllm.heads",
     "numpy": "bridges",
     "scipy": "numerics",
+    "jinja2": "report.render",
+    "matplotlib": "report.render",
     "triton": "ops.cuda",
     "pydantic": "schema",
     "pydantic_core": "schema",

@@ -45,7 +45,6 @@
   tip.id = "tip";
   tip.hidden = true;
   document.body.append(tip);
-  for (const title of document.querySelectorAll(".point > title")) title.remove();
   const show = event => {
     const point = event.target.closest?.("[data-tip]");
     tip.hidden = !point;
