@@ -1,4 +1,8 @@
-"""Puts the compiled C++ core into a wheel, where there is a C++ compiler; without one the wheel is pure Python."""
+"""Puts the compiled C++ core into a wheel, where there is a C++ compiler; without one the wheel is pure Python.
+
+With `ziglang` in the build's environment the core is built for manylinux, and the wheel runs on any Linux of its
+architecture: `pip install hatchling ziglang && pip wheel --no-deps --no-build-isolation .`
+"""
 
 import importlib.util
 from pathlib import Path
@@ -20,15 +24,16 @@ class CoreBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name != "wheel" or version == "editable":
             return
         core = _native_library(Path(self.root))
+        portable = core.zig(platform.machine())
         try:
-            made = core.build(Path(self.root) / "build" / "native")
+            made = core.build(Path(self.root) / "build" / "native", portable)
         except core.NoLibrary as error:
             self.app.display_warning(f"no C++ core in this wheel ({error}): models run on torch's kernels, slower")
             return
         for file in (made, core.digest_file(made)):
             build_data["force_include"][str(file)] = f"qspec/native/{file.name}"
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{_platform_tag()}"
+        build_data["tag"] = f"py3-none-{_platform_tag(core.GLIBC if portable else '')}"
 
 
 def _native_library(root: Path) -> ModuleType:
@@ -42,8 +47,8 @@ def _native_library(root: Path) -> ModuleType:
     return module
 
 
-def _platform_tag() -> str:
-    """Tag of this very machine: the library needs its C++ runtime and C library, or newer ones."""
+def _platform_tag(glibc: str) -> str:
+    """Tag of the C library that the core was built for; "": this very machine's, and its C++ runtime, or newer ones."""
     if sys.platform == "linux":
-        return f"linux_{platform.machine()}"
+        return f"manylinux_{glibc.replace('.', '_')}_{platform.machine()}" if glibc else f"linux_{platform.machine()}"
     return sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 import fcntl
 import hashlib
+import importlib.util
 import os
 from pathlib import Path
 import platform
@@ -27,8 +28,6 @@ SOURCES = Path(__file__).parents[1] / "native"
 FLAGS = (
     "-std=c++17",
     "-O2",
-    "-fno-tree-pre",  # GCC would peel the first turn off each inner loop and then spill its accumulators
-    "-fno-tree-reassoc",  # nor keep products beside them, to add up later
     "-fPIC",
     "-pthread",
     "-fvisibility=hidden",
@@ -36,6 +35,10 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-Wno-psabi",
+)
+GCC_FLAGS = (
+    "-fno-tree-pre",  # GCC would peel the first turn off each inner loop and then spill its accumulators
+    "-fno-tree-reassoc",  # nor keep products beside them, to add up later
 )
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
@@ -45,10 +48,8 @@ UNIT_FLAGS = {
     "kernels_amx.cpp": (*AVX512, "-mamx-tile", "-mamx-int8"),
 }
 """Flags of single files, on x86-64 only; a file whose flags the compiler lacks becomes empty."""
-TIMEOUT = 600.0
-"""Seconds that one build may take, and that another process waits for it; a slow, busy machine needs minutes."""
-_SCRATCH = "build-"
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+GLIBC = "2.17"
+"""The C library that the `ziglang` package builds for: that of manylinux2014, which every present Linux fits."""
 TIMEOUT = 600.0
 """Seconds that one build may take, and that another process waits for it; minutes pass on a slow, busy machine."""
 _SCRATCH = "build-"
@@ -74,7 +75,7 @@ def library() -> Path:
 
 def library_name(sources: Path | None = None) -> str:
     """File name with a digest of what the library is made from."""
-    digest = hashlib.sha256(repr((FLAGS, UNIT_FLAGS, platform.machine(), sys.platform)).encode())
+    digest = hashlib.sha256(repr((FLAGS, GCC_FLAGS, UNIT_FLAGS, platform.machine(), sys.platform)).encode())
     for path in _sources(SOURCES if sources is None else sources):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return f"qspec-{digest.hexdigest()[:16]}.so"
@@ -140,20 +141,30 @@ def private_cache() -> Path:
     return folder
 
 
-def compiler() -> str | None:
-    """The C++ compiler: `$CXX`, or the first usual one on the path."""
+def compiler() -> tuple[str, ...] | None:
+    """Command of the C++ compiler: `$CXX`, the first usual one on the path, or that of the `ziglang` package."""
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    path = next((path for name in names if name and (path := shutil.which(name))), None)
+    return (path,) if path is not None else zig(platform.machine())
 
 
-def build(folder: Path) -> Path:
+def zig(machine: str) -> tuple[str, ...] | None:
+    """Command of the compiler in the `ziglang` package, for Linux on `machine`; None where it is not installed."""
+    if sys.platform != "linux" or importlib.util.find_spec("ziglang") is None:
+        return None
+    return (sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}")
+
+
+def build(folder: Path, cxx: Sequence[str] | None = None) -> Path:
     """Compile the library into `folder`, whole or not at all, from a copy: its name is of what was compiled.
 
-    One process at a time may build in a folder; what killed ones left there is removed. Raises `NoLibrary`.
+    cxx: command of the compiler; None: that of `compiler`. One process at a time may build in a folder; what killed
+    ones left there is removed. Raises `NoLibrary`.
     """
-    cxx = compiler()
+    cxx = compiler() if cxx is None else cxx
     if cxx is None or sys.platform not in ("linux", "darwin"):
-        raise NoLibrary("there is no C++ compiler (c++, g++ or clang++)" if cxx is None else f"no {sys.platform} build")
+        lacking = "there is no C++ compiler (c++, g++ or clang++); pip install ziglang brings one"
+        raise NoLibrary(lacking if cxx is None else f"no {sys.platform} build")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for remains in folder.glob(f"{_SCRATCH}*"):
@@ -206,33 +217,36 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def _compile(cxx: str, folder: Path) -> Path:
+def _compile(cxx: Sequence[str], folder: Path) -> Path:
     deadline, sources = time.monotonic() + TIMEOUT, sorted(folder.glob("*.cpp"))
     objects = [source.with_suffix(".o") for source in sources]
+    common = FLAGS if "ziglang" in cxx else (*FLAGS, *GCC_FLAGS)  # clang passes those over, zig refuses them
     commands = [
-        [cxx, *FLAGS, *unit_flags(cxx, source.name), "-c", str(source), "-o", str(made)]
+        [*cxx, *common, *unit_flags(cxx, source.name), "-c", str(source), "-o", str(made)]
         for source, made in zip(sources, objects, strict=True)
     ]
     run_all(commands, deadline)
     _require_written(cxx, objects)
     made = folder / "library.so"
-    run_all([[cxx, "-shared", "-pthread", *map(str, objects), "-o", str(made)]], deadline)
+    run_all([[*cxx, "-shared", "-pthread", *map(str, objects), "-o", str(made)]], deadline)
     _require_written(cxx, [made])
     return made
 
 
-def _require_written(cxx: str, files: Sequence[Path]) -> None:
+def _require_written(cxx: Sequence[str], files: Sequence[Path]) -> None:
     for made in files:
         if not made.is_file() or not made.stat().st_size:
-            raise NoLibrary(f"the C++ compiler {cxx} reported success and wrote no {made.name}; set CXX to another one")
+            raise NoLibrary(
+                f"the C++ compiler {cxx[0]} reported success and wrote no {made.name}; set CXX to another one"
+            )
 
 
-def unit_flags(cxx: str, name: str) -> tuple[str, ...]:
+def unit_flags(cxx: Sequence[str], name: str) -> tuple[str, ...]:
     """A file's own flags, if this compiler knows them all."""
     flags = UNIT_FLAGS.get(name, ()) if platform.machine() in ("x86_64", "AMD64") else ()
     try:
         if flags:
-            run_all([[cxx, *flags, "-E", "-xc++", os.devnull, "-o", os.devnull]])
+            run_all([[*cxx, *flags, "-E", "-xc++", os.devnull, "-o", os.devnull]])
     except NoLibrary:
         return ()
     return flags

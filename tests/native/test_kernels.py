@@ -94,11 +94,11 @@ def test_other_instruction_sets_by_emulation(tmp_path: Path) -> None:
     objects = [tmp_path / f"{source.stem}.o" for source in sources]
     native_library.run_all(
         [
-            [cxx, *common, *flags.get(s.name, ()), "-c", str(s), "-o", str(o)]
+            [*cxx, *common, *flags.get(s.name, ()), "-c", str(s), "-o", str(o)]
             for s, o in zip(sources, objects, strict=True)
         ]
     )
     program = tmp_path / "emulated"
-    native_library.run_all([[cxx, *map(str, objects), "-o", str(program)]])
+    native_library.run_all([[*cxx, *map(str, objects), "-o", str(program)]])
     said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == ["amx agrees"]

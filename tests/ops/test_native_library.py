@@ -3,6 +3,8 @@
 import ctypes
 import os
 from pathlib import Path
+import platform
+import shlex
 import stat
 import subprocess
 import sys
@@ -32,9 +34,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
     """Let `$CXX` be a shell script; `$REAL` in it is the compiler of this machine."""
-    path, real = tmp_path / "c++", native_library.compiler()
+    path, real, command = tmp_path / "c++", tmp_path / "real", native_library.compiler()
+    assert command is not None
+    real.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     path.write_text(f"#!/bin/sh\nREAL={real}\n{script}\n")
-    path.chmod(0o755)
+    real.chmod(0o755), path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
     return path
 
@@ -160,6 +164,30 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(cache: Path, tmp_path:
         time.sleep(0.01)
     assert not child.exists() or child.read_text().split()[2] == "Z"
     assert list(cache.iterdir()) == []
+
+
+def test_the_compiler_of_a_package_serves_where_there_is_no_other(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Would catch torch's slow kernels where `ziglang` is installed, which knows no flags of GCC alone."""
+    real = native_library.compiler()
+    package = tmp_path / "site" / "ziglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        f"""import os, sys
+if {native_library.GCC_FLAGS[0]!r} in sys.argv:
+    sys.exit("error: unknown option")
+assert sys.argv[1:4] == ["c++", "-target", "{platform.machine()}-linux-gnu.2.17"], sys.argv
+command = [*{real!r}, *sys.argv[4:]]
+os.execve(command[0], command, {{**os.environ, "PATH": {os.environ["PATH"]!r}}})
+"""
+    )
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.delenv("CXX", raising=False)
+    assert one(native_library.library()) == 1
 
 
 def test_remains_of_killed_compiles_go(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
