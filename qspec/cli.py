@@ -544,9 +544,7 @@ def report(
     ] = None,
     speed: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="A speed study; default: PAIR.speed.json, or beside a results.json."
-        ),
+        typer.Option(metavar="FILE", help="A speed study; default: PAIR.speed.json, or beside a results.json."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Every table and chart, not a screenful.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable: findings, gates, tables.")] = False,
