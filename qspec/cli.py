@@ -551,7 +551,7 @@ def report(
 ) -> int:
     """Show what a pair was measured to do, compare several, and gate on it.
 
-    A screenful: the verdict, one table, what did not pay, and what was not shown. The files of --out hold everything.
+    A screenful: one table, what is proven, what is not, and what was not shown. The files of --out hold everything.
     Exit status 3: a gate was missed. A metric that is unknown or was not measured is an error (2), not a pass. Metrics:
     recovery, score, kl, top1, perplexity_ratio, speedup, speculation, alpha, tokens_per_step, lossless, tokens_s,
     ttft_ms; .low and .high ask for an end of the interval.
@@ -560,8 +560,7 @@ def report(
     from qspec.report.document import brief
     from qspec.report.files import pages
     from qspec.report.gate import MISSED
-    from qspec.report.gated import gated
-    from qspec.report.page import write
+    from qspec.report.page import gated, write
     from qspec.report.render import data as report_data, text as report_text
 
     if out is not None:

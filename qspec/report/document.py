@@ -163,9 +163,11 @@ class Document:
 
 
 def brief(document: Document, files: Sequence[str]) -> Document:
-    """The short form: what is found, one table of it, what is proven and what not. files: where all of it lies."""
+    """The short form: what stands before the first heading, what is found, and the sections that say so. files: where
+    all of it lies.
+    """
     blocks: list[Block] = []
-    keep = False
+    keep = True
     for block in document.blocks:
         keep = block.brief if isinstance(block, Heading) else keep
         if isinstance(block, Finding) or (keep and not isinstance(block, Bars | Dots | Stack | Plot)):

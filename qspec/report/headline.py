@@ -1,13 +1,13 @@
-"""The answer of a report at a glance: one or two sentences, and the numbers that carry them."""
+"""The front of a report: what to do with the pair, the numbers that carry it, one picture, and what it costs."""
 
 from qspec.measure.items import task_evidence
 from qspec.numerics.statistics.evidence import Evidence, of_share
-from qspec.readable import interval, number, percent, percents, size, times
-from qspec.report.arms import did_nothing, drafting, gain, idle_drafts, over_first, pair_arm, target_arm
-from qspec.report.document import Tile, Tiles, Tone, sure
+from qspec.readable import Interval, count, interval, number, percent, percents, size, times
+from qspec.report.arms import did_nothing, drafting, gain, idle_drafts, over_first, pair_arm, plain_of, target_arm
+from qspec.report.document import Block, Heading, Plot, Point, Series, Table, Tile, Tiles, Tone, compact, sure
 from qspec.report.quality import NOT_READY, quality_findings
 from qspec.report.verdict import TONES, budget_findings, lossless, losslessness
-from qspec.schema.results import Ratio, Results, Speed, TaskResult
+from qspec.schema.results import ArmSpeed, Ratio, Results, Speed, TaskResult
 
 COARSE = 0.05
 """Drop of a score from which a test that could not have shown less is called coarse."""
@@ -15,7 +15,7 @@ COARSE = 0.05
 
 def lead(results: Results) -> str:
     """What to do with the pair, in the order of importance."""
-    parts = [*_broken(results), *_speed(results.speed), *_accuracy(results), *_drafting(results.speed)]
+    parts = [*_broken(results), *_speed(results), *_accuracy(results), *_drafting(results.speed)]
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
 
 
@@ -27,15 +27,18 @@ def _broken(results: Results) -> list[str]:
     return [*found, *([f"missed: {', '.join(missed)}"] if missed else [])]
 
 
-def _speed(speed: Speed | None) -> list[str]:
-    ratio = speed and pair_ratio(speed)
+def _speed(results: Results) -> list[str]:
+    """The pair's own speed, how sure it is, and how far from the original the pair stands."""
+    ratio = results.speed and pair_ratio(results.speed)
     if not ratio:
         return []
-    found = gain(ratio)
+    found, fidelity = gain(ratio), results.accuracy.fidelity
     if found.few:
         return [f"{ratio.arm} over {ratio.baseline}: {found.shortage('prompts')}"]
     unsure = ", no difference shown" if found.sign == 0 else ""
-    return [f"{ratio.arm} decodes at {times(ratio.speedup.value)} the speed of {ratio.baseline}{unsure}"]
+    apart = f", at KL {number(fidelity.kl.value)} nats/token from it" if fidelity else ""
+    speed = f"{ratio.arm} decodes at {times(ratio.speedup.value)} the speed of {ratio.baseline}"
+    return [f"{speed} ({sure(found, 'prompts')}{unsure}){apart}"]
 
 
 def _accuracy(results: Results) -> list[str]:
@@ -137,3 +140,60 @@ def _ratio_tile(speed: Speed, ratio: Ratio) -> Tile:
     if idle is not None:
         return Tile(label, times(ratio.speedup.value), did_nothing(idle), "open")
     return Tile(label, times(ratio.speedup.value), sure(found, "prompts"), TONES[found.sign])
+
+
+def picture(results: Results) -> list[Plot]:
+    """Accuracy against speed of every arm that was timed beside the first: quantization moves both, drafts speed alone.
+
+    Accuracy is the score kept of a task that could show a loss, else the KL to the original.
+    """
+    speed, fidelity = results.speed, results.accuracy.fidelity
+    kept = [task for task in results.accuracy.tasks if task.recovery is not None and not task_evidence(task).open]
+    if speed is None or not speed.arms or not (kept or fidelity):
+        return []
+    if kept:
+        what, own = f"{kept[0].task} score kept, higher is better", (kept[0].recovery or 0.0, kept[0].recovery_ci)
+    else:
+        assert fidelity is not None
+        what, own = "KL to the original, nats/token, lower is better", (fidelity.kl.value, fidelity.kl.ci)
+    first, plain = speed.arms[0], plain_of(speed)
+    found: dict[str, tuple[float, Interval]] = {first.arm: (1.0, None)}
+    for ratio in speed.ratios:
+        idle = idle_drafts(speed, ratio.arm, ratio.temperature)
+        if (ratio.baseline, ratio.temperature) == (first.arm, first.temperature) and idle is None:
+            found[ratio.arm] = ratio.speedup.value, gain(ratio).ci
+    series: list[Series] = []
+    for arm, (value, ci) in found.items():
+        loss, loss_ci = (float(bool(kept)), None) if plain.get(arm, arm) == "original" else own
+        series.append(Series(arm, (Point("", value, loss, ci, loss_ci),)))
+    caption = "Accuracy against speed (lines: 95 % CI); drafts change the speed alone"
+    return [Plot(caption, f"decoding speed over {first.arm}", what, tuple(series))] if len(series) > 1 else []
+
+
+def cost(results: Results) -> list[Block]:
+    """What arms hold and read."""
+    if results.speed is None:
+        return []
+    arms = list({arm.arm: arm for arm in results.speed.arms if arm.weight_bytes}.values())
+    rows = tuple(_cost(arm, arms[0]) for arm in arms)
+    columns = ("arm", "target's weights", "of the first arm's", "draft", "KV cache per token", "first token, ms")
+    table = compact("Bytes that an arm keeps in memory, and its time to the first token (median)", columns, rows)
+    return [Heading("What it costs"), table] if rows else []
+
+
+def _cost(arm: ArmSpeed, first: ArmSpeed) -> tuple[str, ...]:
+    draft, cache = arm.draft_bytes, arm.kv_bytes_per_token
+    share = percent(arm.weight_bytes / first.weight_bytes, 0)
+    parts = size(draft) if draft else "", size(cache) if cache else ""
+    return arm.arm, size(arm.weight_bytes), share, *parts, number(arm.ttft.median)
+
+
+def differing_answers(results: Results) -> list[Block]:
+    """What both arms wrote, where that is not the same."""
+    rows = results.accuracy.answers.rows if results.accuracy.answers else ()
+    apart = [(i, row) for i, row in enumerate(rows, 1) if row.original != row.quantized]
+    if not apart:
+        return []
+    caption = f"Greedy answers to beginnings of held-out texts: {len(apart)} of {len(rows)} differ"
+    cells = tuple((count(i), " ".join(r.original.split()), " ".join(r.quantized.split())) for i, r in apart)
+    return [Heading("Answers side by side"), Table(caption, ("", "original", "quantized"), cells)]

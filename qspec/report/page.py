@@ -1,19 +1,25 @@
-"""The report: verdict first, then the numbers behind it. Pure from `Results` to text; one page for all readers."""
+"""The report of one pair, verdict first, then the numbers behind it; and what the command line asks for: one pair or
+several, with gates in front where there are any.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from qspec.errors import RecipeError
 from qspec.provenance import atomic_write
 from qspec.readable import percent
-from qspec.report.accuracy import accuracy_blocks
+from qspec.report.accuracy import accuracy_blocks, lost_contexts, needle_blocks, needle_finding
 from qspec.report.document import Block, Details, Document, Finding, Heading, Table
 from qspec.report.drafts import acceptance_blocks, prediction_blocks
-from qspec.report.headline import lead, tiles
-from qspec.report.needles import lost_contexts, needle_blocks, needle_finding
+from qspec.report.files import read_named, read_results, read_study, study_file
+from qspec.report.gate import Outcome, judge, parse, sentence
+from qspec.report.headline import cost, differing_answers, lead, picture, tiles
+from qspec.report.pairs import comparison
 from qspec.report.render import data as report_data, html as report_html, markdown as report_markdown
 from qspec.report.speed import speed_blocks, time_blocks
 from qspec.report.study import study_blocks
-from qspec.report.verdict import findings, negatives
+from qspec.report.verdict import findings
 from qspec.schema.results import Results
 from qspec.schema.speed_rows import SpeedRows
 from qspec.schema.text import dump_yaml
@@ -43,13 +49,10 @@ def document(results: Results, study: SpeedRows | None = None) -> Document:
     device, cpu = str(results.recipe.get("device", "")), results.environment.get("cpu", "")
     about = [str(results.recipe.get("description", "")), f"{device}: {cpu}" if device == "cpu" and cpu else device]
     needles = results.accuracy.needles
-    blocks: list[Block] = [Heading("Verdict", brief=True), *_mixed(results), *findings(results)]
+    found = [*_mixed(results), *findings(results)]
     if needles is not None:
-        blocks.append(needle_finding(needles))
-    if (glance := tiles(results)).tiles:
-        blocks.append(glance)
-    if against := [*negatives(results), *(lost_contexts(needles) if needles else [])]:
-        blocks += [Heading("What did not pay", brief=True), *against]
+        found += [needle_finding(needles), *lost_contexts(needles)]
+    blocks = [*_verdict(results, found), *cost(results), *differing_answers(results)]
     blocks += accuracy_blocks(results.accuracy)
     if needles is not None:
         blocks += needle_blocks(needles)
@@ -61,6 +64,18 @@ def document(results: Results, study: SpeedRows | None = None) -> Document:
     blocks += [*_limits(results, study), *_notes(results), *_provenance(results)]
     subtitle = " · ".join(part for part in about if part)
     return Document(f"{results.name}: quantized speculative pair", subtitle, tuple(blocks), lead(results))
+
+
+def _verdict(results: Results, found: Sequence[Finding]) -> list[Block]:
+    """The numbers at a glance, then what the numbers prove, and what they do not: losses before open questions."""
+    alarms = [finding for finding in found if finding.tone == "danger"]
+    proven = sorted((f for f in found if f.tone in ("good", "plain")), key=lambda f: f.tone == "plain")
+    against = sorted((f for f in found if f.tone in ("bad", "open")), key=lambda f: f.tone == "open")
+    glance = tiles(results)
+    blocks: list[Block] = [*alarms, *([glance] if glance.tiles else [])]
+    blocks += picture(results)
+    blocks += [Heading("Proven", brief=True), *proven] if proven else []
+    return blocks + ([Heading("Not proven, or lost", brief=True), *against] if against else [])
 
 
 def _notes(results: Results) -> list[Block]:
@@ -142,3 +157,35 @@ def _provenance(results: Results) -> list[Block]:
         rows = tuple((path, digest, ", ".join(names)) for (path, digest), names in sorted(weights.items()))
         blocks.append(Table("sha256", ("", "digest", "measured"), rows))
     return [*blocks, Details("Recipe", tuple(dump_yaml(results.recipe).splitlines()), code=True)]
+
+
+def gated(
+    references: Sequence[Path], baseline: Path | None, conditions: Sequence[str], speed: Path | None = None
+) -> tuple[Document, bool]:
+    """The document, and whether a gate was missed. `baseline`: what `recovery` and `speedup` are over.
+
+    speed: a speed study of the one pair, in place of what lies beside its results. Raises `RecipeError` for conditions
+    that are none, `SourceError` for metrics that were not measured.
+    """
+    gates = [parse(condition) for condition in conditions]
+    if baseline is not None and not gates:
+        raise RecipeError(f"--against {baseline}", "changes nothing without a gate", "add --fail-if 'recovery<0.99'")
+    if speed is not None and len(references) > 1:
+        raise RecipeError(f"--speed {speed}", "is of one pair", f"put it at {study_file(references[0])}")
+    pairs, against = read_named(references), read_results(baseline) if baseline is not None else None
+    studies = [SpeedRows.read(speed)] if speed is not None else [read_study(reference) for reference in references]
+    outcomes = {name: judge(gates, results, against) for name, results in pairs.items()}
+    if len(pairs) == 1:
+        page = document(next(iter(pairs.values())), studies[0])
+    else:
+        page = comparison(pairs, {name: s for name, s in zip(pairs, studies, strict=True) if s is not None})
+    front = _gates(outcomes, against) if gates else []
+    missed = any(outcome.missed for found in outcomes.values() for outcome in found)
+    return replace(page, blocks=(*front, *page.blocks)), missed
+
+
+def _gates(outcomes: Mapping[str, Sequence[Outcome]], against: Results | None) -> list[Block]:
+    over = f"recovery and speedup over {against.name}" if against else "recovery and speedup over the original"
+    several = len(outcomes) > 1
+    found = [sentence(o, name if several else "") for name, listed in outcomes.items() for o in listed]
+    return [Heading(f"Gates ({over})", brief=True), *sorted(found, key=lambda finding: finding.tone != "bad")]

@@ -118,8 +118,6 @@ def _arms(speed: Speed, name: Naming) -> Table:
         "tokens/s",
         "tokens/s with prefill",
         "runs",
-        "weights",
-        "KV per token",
         "ceiling, tokens/s",
         "of ceiling",
     )
@@ -136,8 +134,6 @@ def _arm(a: ArmSpeed, label: str) -> tuple[str, ...]:
         number(a.decode_rate.median),
         number(a.total_rate.median),
         count(a.tpot.n),
-        size(a.weight_bytes) if a.weight_bytes else "–",
-        size(a.kv_bytes_per_token) if a.kv_bytes_per_token else "–",
         "–" if a.ceiling_tokens_s is None else number(a.ceiling_tokens_s),
         "–" if a.ceiling_tokens_s is None else percent(a.decode_rate.median / a.ceiling_tokens_s, 0),
     )

@@ -39,7 +39,7 @@ TONES: dict[int, Tone] = {1: "good", 0: "open", -1: "bad"}
 
 
 def findings(results: Results) -> list[Finding]:
-    """The verdict, most important first; what is dangerous comes before all. What did not pay: `negatives`."""
+    """The verdict, most important first; what is dangerous comes before all, what did not pay last."""
     speed = results.speed
     proven = [] if speed is None else [*losslessness(speed), *lost_acceptance(speed)]
     found = sorted([*proven, *quality_findings(results)], key=lambda finding: finding.tone != "danger")
@@ -47,20 +47,12 @@ def findings(results: Results) -> list[Finding]:
     if results.accuracy.fidelity is not None:
         found.append(_fidelity(results.accuracy.fidelity))
     found += budget_findings(results)
+    found += [_lost(task, name) for task in results.accuracy.tasks for name in _lost_subjects(task)]
     if speed is not None:
-        found += [finding for ratio in judged(speed) if (finding := _faster(ratio)).tone == "good"]
-        found += [*_fastest(speed), *off_predictions(speed)]
+        found += [_paid(ratio, speed) for ratio in judged(speed)]
+        found += [*_fastest(speed), *off_predictions(speed), *_idle(speed)]
+        found += [*_batch_advice(speed), *_schedule(results), *_prefill(speed)]
     return found or [Finding("plain", "nothing was measured")]
-
-
-def negatives(results: Results) -> list[Finding]:
-    """What did not pay, or shows no gain: arms, drafts, batch sizes, prompts, subjects that lost."""
-    found = [_lost(task, name) for task in results.accuracy.tasks for name in _lost_subjects(task)]
-    if results.speed is None:
-        return found
-    found += [finding for ratio in judged(results.speed) if (finding := _unpaid(ratio, results.speed))]
-    found += _idle(results.speed)
-    return [*found, *_batch_advice(results.speed), *_schedule(results), *_prefill(results.speed)]
 
 
 def blockers(results: Results) -> list[str]:
@@ -172,11 +164,9 @@ def _faster(ratio: Ratio) -> Finding:
     return Finding(TONES[found.sign], f"{pair}: {word}, {numbers}{seen * (found.sign == 0)}", WORDS[found.sign])
 
 
-def _unpaid(ratio: Ratio, speed: Speed) -> Finding | None:
-    """An arm that is not shown to be faster; where it drafts over the same target, what follows."""
+def _paid(ratio: Ratio, speed: Speed) -> Finding:
+    """Whether an arm is faster; where it drafts over the same target and is slower, what follows."""
     found = _faster(ratio)
-    if found.tone == "good":
-        return None
     drafts = plain_of(speed).get(ratio.arm) == ratio.baseline
     advice = "; do not speculate with this draft here" if drafts and found.tone == "bad" else ""
     return Finding(found.tone, f"{found.text}{advice}", found.word)

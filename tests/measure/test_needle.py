@@ -9,9 +9,9 @@ from torch import Tensor
 from qspec.errors import RecipeError
 from qspec.measure.needle import DIGITS, measure_needles, questions
 from qspec.progress import Progress
+from qspec.report.accuracy import lost_contexts, needle_finding
 from qspec.report.document import Plot, Table
 from qspec.report.gate import judge, parse
-from qspec.report.needles import lost_contexts, needle_finding
 from qspec.report.page import document
 from qspec.schema.recipe import NeedleSpec
 from qspec.schema.results import Accuracy, Needles
