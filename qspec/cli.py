@@ -247,7 +247,7 @@ def train_draft(
 def quantize(
     model: Annotated[str, typer.Argument(help="Hub id, folder, *.gguf, package:…, as in a recipe.")],
     out: Annotated[Path, typer.Argument(metavar="DIR", callback=_outside_pairs, help="Folder to make.")],
-    scheme: Annotated[str, typer.Option(help="W8A8, FP8, FP8_DYNAMIC, FP8_BLOCK, W4A16 or W4A8.")] = "W8A8",
+    scheme: Annotated[str, typer.Option(help="A scheme of a recipe, such as W8A8, FP8_DYNAMIC or W4A16.")] = "W8A8",
     revision: Annotated[str | None, typer.Option(help="Commit, tag or branch of a Hub model.")] = None,
     overrides: Overrides = None,
 ) -> None:

@@ -15,7 +15,7 @@ MOST_FILES = 17
 LAYERS = (
     ("errors", "limited", "plain_files", "provenance", "progress", "eval_files", "readable", "memory"),
     ("numerics",),
-    ("ops", "schema", "plan"),
+    ("ops", "schema", "plan", "scheme_table"),
     ("nn", "records"),
     ("speculation", "bridges"),
     ("models", "schemes"),

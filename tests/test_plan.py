@@ -5,9 +5,9 @@ import pytest
 
 from qspec.errors import RecipeError
 from qspec.plan import QuantPlan, Rule
-from qspec.schemes.build import layer_scheme
+from qspec.scheme_table import SCHEMES
 
-INT8, FP8 = layer_scheme("W8A8"), layer_scheme("FP8")
+INT8, FP8 = SCHEMES["W8A8"].layer(), SCHEMES["FP8"].layer()
 LAYERS = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn.q_proj", "mlp.down_proj")] + ["lm_head"]
 
 

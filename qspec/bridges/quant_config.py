@@ -9,6 +9,7 @@ from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel
 from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT4, INT8
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
 from qspec.schema.problems import short
+from qspec.scheme_table import name_of
 
 Resolved = Mapping[str, LayerScheme | None]
 """Scheme of every linear layer; None keeps the layer in float."""
@@ -263,7 +264,7 @@ def _decode_group(group: Mapping[str, Any]) -> LayerScheme:
         raise SourceError("weight-only int8", "packed 8-bit weights are not read", "use W8A8 or W4A16")
     if activation is not None and not activation.symmetric:
         raise SourceError("asymmetric activations", "activations are symmetric here", "quantize with symmetric: true")
-    return LayerScheme(_scheme_name(weight, activation), weight, activation)
+    return LayerScheme(name_of(weight, activation), weight, activation)
 
 
 def _decode_tensor(args: Mapping[str, Any]) -> TensorScheme:
@@ -298,14 +299,3 @@ def _size(value: Any, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise SourceError(f"group or tile of {short(value)}", f"must be 1 to {most}", "quantize the model again")
     return value
-
-
-def _scheme_name(weight: TensorScheme, activation: TensorScheme | None) -> str:
-    """The field's name for a scheme that was read from elsewhere."""
-    if activation is None:
-        return f"W{weight.fmt.bits}A16"
-    if not weight.fmt.is_float:
-        return f"W{weight.fmt.bits}A{activation.fmt.bits}"
-    if isinstance(weight.granularity, PerBlock):
-        return "FP8_BLOCK"
-    return "FP8_DYNAMIC" if activation.dynamic else "FP8"

@@ -18,7 +18,7 @@ from qspec.numerics.quantization.formats import INT8
 from qspec.progress import Progress
 from qspec.quantization.rtn import finite_weight
 from qspec.records import LayerStats, LoadedModel
-from qspec.schemes.build import layer_scheme
+from qspec.scheme_table import SCHEMES as TABLE
 
 SCHEMES = ("W8A8", "FP8_DYNAMIC", "W4A16")
 GROUPS = (128, 64, 32, 16)
@@ -151,7 +151,7 @@ def _layer(model: LoadedModel, name: str, stats: LayerStats | None) -> LayerView
         (rows, columns),
         _distribution(w_NK, channel_amax(w_NK)),
         group,
-        {scheme: _cost(w_NK, scheme, group) for scheme in SCHEMES if group or scheme != "W4A16"},
+        {scheme: _cost(w_NK, scheme, group) for scheme in SCHEMES if group or TABLE[scheme].blocks is not None},
         None if stats is None else _distribution(stats.inputs_TK[name], stats.amax_K[name]),
     )
 
@@ -163,7 +163,7 @@ def _distribution(x: Tensor, amax_K: Tensor) -> Distribution:
 
 
 def _cost(w_NK: Tensor, name: str, group: int | None) -> float:
-    scheme = layer_scheme(name, group or GROUPS[0])
+    scheme = TABLE[name].layer(group or GROUPS[0])
     assert scheme is not None
     return weight_sqnr_db(w_NK, scheme.weight.fmt, scheme.weight.granularity)
 

@@ -21,9 +21,10 @@ from qspec.records import ArchMap
 from qspec.report.document import Block, Document, Heading, Table
 from qspec.schema.overrides import set_value
 from qspec.schema.problems import validate
-from qspec.schema.quantization import GROUP, MixedSpec, QuantSpec
+from qspec.schema.quantization import MixedSpec, QuantSpec
 from qspec.schema.recipe import Recipe
 from qspec.schema.scores import Scores, UnitScore
+from qspec.scheme_table import GROUP
 from qspec.schemes.build import build_plan
 
 RECIPES = (".yaml", ".yml")

@@ -7,16 +7,16 @@ from typing import Any
 from qspec.pair.drafters.registry import kind_of
 from qspec.plan import KVScheme
 from qspec.records import ArchMap, QuantizedModel
-from qspec.schema.devices import ADA, DeviceSheet
+from qspec.schema.devices import DeviceSheet
 from qspec.schema.drafts import DraftSpec
 from qspec.schema.manifest import Served
 from qspec.schema.quantization import ModelSpec, QuantSpec
 from qspec.schema.recipe import Recipe
+from qspec.scheme_table import ADA, SCHEMES
 from qspec.schemes.build import kv_scheme
 from qspec.schemes.device_rules import kv_flag, skip_flag
 from qspec.schemes.exports import WHOLE_HEAD, transformers_lacks, vllm_kv, vllm_weights
 
-_READS_NO_INT8_EXPERTS = "stops at INT8 experts: it unpacks those in INT4 and FP8 only"
 _VLLM_LACKS = {
     "heuristic": "+2/-1 heuristic",
     "confidence": "threshold of draft confidence",
@@ -82,7 +82,7 @@ def vllm_command(recipe: Recipe, pair: str = "pair", kv: KVScheme | None = None,
 
 def transformers_snippet(recipe: Recipe, capability: int | None, pair: str = "pair") -> str:
     """Python that loads the pair in transformers. It proves function, not speed."""
-    optimized = capability is not None and capability >= ADA and recipe.target.quantization.scheme.startswith("FP8")
+    optimized = capability is not None and capability >= ADA and SCHEMES[recipe.target.quantization.scheme].float8
     config = ", quantization_config=CompressedTensorsConfig(use_optimized_inference=True)" if optimized else ""
     names = "AutoModelForCausalLM, AutoTokenizer" + (", CompressedTensorsConfig" if optimized else "")
     lines = [
@@ -128,13 +128,11 @@ def _vllm_draft(recipe: Recipe, sheet: DeviceSheet) -> Served:
 def _transformers(recipe: Recipe, arch: ArchMap | None) -> tuple[Served, ...]:
     target = recipe.target.quantization
     weights = "loads; all weights are decompressed on the first forward, so neither speed nor memory is gained"
-    if target.scheme == "none":
+    if SCHEMES[target.scheme].weight is None:
         weights = "loads as an ordinary checkpoint"
     if arch is not None and arch.attention_softcap is not None:
         weights += '; pass attn_implementation="eager", its other attention leaves out soft-capping'
-    lacking = transformers_lacks(target)
-    if arch is not None and arch.n_experts and target.scheme == "W8A8":
-        lacking = lacking or _READS_NO_INT8_EXPERTS
+    lacking = transformers_lacks(target, experts=arch is not None and arch.n_experts > 0)
     if lacking is not None:
         weights = lacking
     kv = "KV in the model's dtype"

@@ -7,7 +7,7 @@ from qspec.plan import LayerScheme
 from qspec.planning.planned import PlannedHalf, PlannedPair
 from qspec.schema.quantization import RANDOM_ROWS, ClipSpec, KVPartSpec, KVSpec, QuantSpec, SmoothingSpec
 from qspec.schema.recipe import CalibrationSpec, DraftLengthSpec, Recipe
-from qspec.schemes.build import layer_scheme
+from qspec.scheme_table import SCHEMES, named, rows_that
 from qspec.schemes.device_rules import Finding
 
 Said = tuple[str, str, str]
@@ -27,14 +27,15 @@ def idle_findings(pair: PlannedPair) -> Iterator[Finding]:
 
 def _quantization(half: PlannedHalf) -> Iterator[Said]:
     spec, schemes = half.spec, [scheme for scheme in half.possible.values() if scheme is not None]
+    sized = named(rows_that(lambda row: row.sized))
     if spec.mixed is not None and spec.scheme != QuantSpec().scheme:
         yield f"scheme {spec.scheme}", "mixed solves every layer's scheme in its place", "name it in mixed.candidates"
     if spec.group_size is not None and not any(map(_in_groups, schemes)):
-        yield f"group_size {spec.group_size}", "no layer has scales per group", "omit it, or use W8A8 or a W4 scheme"
+        yield f"group_size {spec.group_size}", "no layer has scales per group", f"omit it, or use {sized}"
     for own in spec.rules:
-        if own.group_size is not None and own.scheme != "W8A8" and not _in_groups(layer_scheme(own.scheme)):
+        if own.group_size is not None and not SCHEMES[own.scheme].sized:
             value = f"rules: group_size {own.group_size} of {own.match}"
-            yield value, f"{own.scheme} has no scales per group", "omit it, or use W8A8 or a W4 scheme"
+            yield value, f"{own.scheme} has no scales per group", f"omit it, or use {sized}"
     smoothing = spec.smoothing
     if smoothing is not None and smoothing.strength != "auto" and smoothing.grid != SmoothingSpec().grid:
         rule = f"strength {smoothing.strength:g} is given, and nothing is tried"

@@ -13,28 +13,25 @@ from qspec.planning.idle import idle_findings
 from qspec.planning.planned import MOST_PADDING, PlannedHalf, PlannedPair, sources
 from qspec.planning.preview_text import duration
 from qspec.schema.recipe import Recipe, TaskSpec
-from qspec.schemes.device_rules import (
-    Finding,
-    device_findings,
-    format_findings,
-    outlier_findings,
-    rotation_findings,
-)
+from qspec.scheme_table import SCHEMES
+from qspec.schemes.device_rules import Finding, device_findings, modifier_findings
 
 KV_OVERHEAD = 0.022
 """Of a decode step: 6.44 to 6.58 ms at no context, FP8 KV on an H100 with an 8B model (vLLM, 2026-04-22)."""
 
 
 def remarks(pair: PlannedPair) -> Iterator[Finding]:
-    """Every remark: device, pair, sizes, speed, budgets."""
+    """Every remark, once: device, pair, sizes, speed, budgets."""
+    yield from dict.fromkeys(_remarks(pair))
+
+
+def _remarks(pair: PlannedPair) -> Iterator[Finding]:
     yield from device_findings(pair.sheet, pair.target.possible, pair.target.plan.kv, pair.dtype, pair.target.arch)
     if pair.draft is not None:
         yield from device_findings(pair.sheet, pair.draft.possible, pair.draft.plan.kv, pair.dtype, pair.draft.arch)
         yield from draft_findings(pair, pair.draft)
     yield from _float16_findings(pair.recipe)
-    yield from rotation_findings(pair.sheet, pair.recipe)
-    yield from outlier_findings(pair.sheet, pair.recipe)
-    yield from format_findings(pair.sheet, pair.recipe)
+    yield from modifier_findings(pair.sheet, pair.recipe)
     yield from kind_of(pair.recipe.draft).findings(pair.sheet, pair.recipe)
     if pair.sheet.capability is not None:
         rule = "`run` makes the pair on the CPU, and runs and times it on a GPU only where this machine has one"
@@ -51,7 +48,7 @@ def _float16_findings(recipe: Recipe) -> Iterator[Finding]:
     """Sources in float16 that stay so beside FP8: `dtype: auto` keeps what a model came in."""
     quantized = list(recipe.quantized.values()) if recipe.dtype == "auto" else []
     for source, spec in zip(sources(recipe), quantized, strict=False):
-        if spec.scheme.startswith("FP8") and source_dtype(resolve_config(source)) == torch.float16:
+        if SCHEMES[spec.scheme].float8 and source_dtype(resolve_config(source)) == torch.float16:
             rule = "stays in float16 with dtype: auto, and FP8 scales below 6e-5 lose bits there"
             yield Finding("warning", f"{source.model} for {spec.scheme}", rule, "set dtype: bfloat16")
 

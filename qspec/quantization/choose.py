@@ -34,7 +34,8 @@ from qspec.plan import LayerScheme, QuantPlan, Rule, TensorScheme
 from qspec.quantization.rtn import finite_weight, quantize_unit, static_input_scale
 from qspec.records import ArchMap, LayerStats, LoadedModel, QLinear, fused_with
 from qspec.schema.quantization import QuantSpec
-from qspec.schemes.build import layer_scheme, scheme_label
+from qspec.scheme_table import SCHEMES
+from qspec.schemes.build import scheme_label
 
 MARGIN = 1.05
 """Output error over the least at which E4M3, then a stored scale, is still taken.
@@ -43,8 +44,6 @@ Errors over a few dozen rows scatter by some percent. E4M3 is what other runtime
 over the input, which decoding pays for in every layer.
 """
 
-_TWINS = {"FP8": ("FP8", "FP8_DYNAMIC"), "FP8_DYNAMIC": ("FP8_STATIC", "FP8_DYNAMIC"), "W8A8": ("W8A8_STATIC", "W8A8")}
-"""By scheme: with a stored input scale, and with one per token. FP8 has one weight scale per tensor, its twin many."""
 _FORMATS = (FP8_E4M3, FP8_E5M2)
 _GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerToken, PerGroup, PerBlock)}
 
@@ -188,15 +187,15 @@ def _variants(scheme: LayerScheme, spec: QuantSpec) -> list[LayerScheme]:
     """What `spec` allows a layer to get, the preferred ones first."""
     clip = Clip(spec.clip.method, spec.clip.percentile)
     kinds = [scheme]
-    if spec.activation_scales == "auto" and scheme.name in _TWINS:
-        kinds = [scheme if name == scheme.name else _twin(name, scheme, clip) for name in _TWINS[scheme.name]]
+    if spec.activation_scales == "auto" and (twins := SCHEMES[scheme.name].twins) is not None:
+        kinds = [scheme if name == scheme.name else _twin(name, scheme, clip) for name in twins]
     if spec.fp8_format != "adaptive" or not scheme.weight.fmt.is_float:
         return kinds
     return [_in_formats(kind, *formats) for formats in product(_FORMATS, repeat=2) for kind in kinds]
 
 
 def _twin(name: str, scheme: LayerScheme, clip: Clip) -> LayerScheme:
-    twin = layer_scheme(name, clip=clip)
+    twin = SCHEMES[name].layer(clip=clip)
     assert twin is not None
     return replace(twin, outliers=scheme.outliers)
 
@@ -292,7 +291,8 @@ def _log(decision: Decision) -> None:
 
 
 def _scale_notes(decisions: Sequence[Decision]) -> Iterator[str]:
-    kinds = [d for d in decisions if d.scheme.activation is not None and d.scheme.name in _TWIN_NAMES]
+    twins = {name for row in SCHEMES.values() for name in row.twins or ()}
+    kinds = [d for d in decisions if d.scheme.activation is not None and d.scheme.name in twins]
     if not kinds:
         return
     dynamic = [d for d in kinds if not d.scheme.static_input]
@@ -333,6 +333,3 @@ def _named(layers: Sequence[str], most: int = 3) -> str:
 
 def _part(layer: str) -> str:
     return layer.rpartition(".")[2]
-
-
-_TWIN_NAMES = frozenset(name for pair in _TWINS.values() for name in pair)

@@ -31,8 +31,9 @@ from qspec.quantization.pieces import embedded, longest, pieces
 from qspec.quantization.rtn import quantize
 from qspec.quantization.units import Schemes, candidate_schemes, n_weights, open_units, unit_bytes
 from qspec.records import LayerStats, LoadedModel, QuantizedModel
-from qspec.schema.quantization import GROUP, QuantSpec
+from qspec.schema.quantization import QuantSpec
 from qspec.schema.scores import Basis, Scores, UnitScore
+from qspec.scheme_table import GROUP
 from qspec.schemes.build import build_plan
 
 TOKENS = {"output": 1024, "kl": 512}

@@ -8,6 +8,7 @@ from qspec.errors import RecipeError
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.records import ArchMap
 from qspec.schema.quantization import MixedSpec, QuantSpec
+from qspec.scheme_table import SCHEMES
 from qspec.schemes.build import build_plan, scheme_label
 from qspec.schemes.footprint import weight_bytes
 
@@ -52,8 +53,8 @@ class Sizes:
 def candidate_plans(spec: QuantSpec) -> dict[str, QuantPlan]:
     """By candidate of `spec.mixed`: the recipe's plan with it as the scheme of all that the rules leave open."""
     assert spec.mixed is not None
-    size = spec.group_size
-    parts = {name: {"scheme": name, "group_size": None if name == "W8A8" else size} for name in spec.mixed.candidates}
+    sizes = {name: None if SCHEMES[name].grouped else spec.group_size for name in spec.mixed.candidates}
+    parts = {name: {"scheme": name, "group_size": size} for name, size in sizes.items()}
     return {name: build_plan(spec.model_copy(update={"mixed": None, **part})) for name, part in parts.items()}
 
 

@@ -16,6 +16,7 @@ from qspec.report.arms import at, pair_arm
 from qspec.report.document import Finding
 from qspec.schema.drafts import DRAFTS
 from qspec.schema.results import Acceptance, Answer, Measurement, Results, Speed
+from qspec.scheme_table import SCHEMES
 
 NOT_READY = "not ready"
 LOOP = 0.5
@@ -44,7 +45,7 @@ def ceiling(half: Mapping[str, Any]) -> Ceiling:
     rules = [rule.get("scheme") for rule in spec.get("rules") or ()]
     weights = [*(mixed.get("candidates") or [spec.get("scheme")]), *rules]
     caches = [(part or {}).get("format") for part in (kv, kv.get("key"), kv.get("value"))]
-    four = any(str(name).startswith("W4") for name in weights) or "int4" in caches
+    four = any(name in SCHEMES and SCHEMES[name].zero_points for name in weights) or "int4" in caches
     return FEWER if four else EIGHT
 
 

@@ -9,9 +9,6 @@ from qspec.schema.problems import validate
 from qspec.schema.quantization import Strict
 from qspec.schema.text import parse_yaml, read_text
 
-ADA = 89
-"""Compute capability of Ada cards (L40S, RTX 4090): the oldest with FP8 matmuls."""
-
 
 class DeviceSheet(Strict):
     """One device. GB and TB/s are decimal; rates are dense 10^12 operations/s; None: unknown, or no such unit."""

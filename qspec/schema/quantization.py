@@ -4,16 +4,37 @@ import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticKnownError
 
-Scheme = Literal["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A8", "none"]
-STATIC_OR_DYNAMIC: frozenset[Scheme] = frozenset(("W8A8", "FP8", "FP8_DYNAMIC"))
-"""Schemes whose inputs may have one stored scale, or one per token at run time."""
+from qspec.scheme_table import (
+    E5M2,
+    GROUP,
+    HADAMARD,
+    IN_GROUPS,
+    OUTLIERS,
+    SCHEMES,
+    Modifier,
+    WeightScheme,
+    named,
+    rows_that,
+)
+
 MOST = 1_000_000
 """Of anything that is counted: what is above it is a slip, and would fill the memory or never end."""
-GROUP = 128
-"""Inputs that share a scale of W4A16 and W4A8 where a recipe does not say."""
 RANDOM_ROWS = 8
 """Default of `QuantSpec.random_rows`."""
+
+
+def _known(name: str) -> str:
+    names = [row.name for row in SCHEMES.values() if row.named]
+    if name not in names:
+        *first, last = map(repr, names)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(first)} or {last}"})
+    return name
+
+
+Scheme = Annotated[str, AfterValidator(_known)]
+"""A row of `scheme_table` that a recipe may name."""
 
 
 class Strict(BaseModel):
@@ -178,13 +199,16 @@ class QuantSpec(Strict):
     """How one model is quantized."""
 
     engine: Literal["qspec", "llmcompressor"] = "qspec"
-    scheme: Scheme = "W8A8"
+    scheme: Scheme = Field(
+        default="W8A8", description="; ".join(f"{row.name}: {row.help}" for row in SCHEMES.values() if row.named)
+    )
     method: Literal["rtn", "gptq", "smoothquant+gptq", "awq", "autoround"] = "rtn"
     group_size: int | None = Field(
         default=None,
         gt=0,
         le=MOST,
-        description=f"inputs that share a scale: of W4A16 and W4A8 ({GROUP}), and of W8A8 (none: a scale per row)",
+        description=f"inputs that share a scale: of {named(rows_that(lambda row: row.sized and not row.grouped))} "
+        f"({GROUP}), and of {named(rows_that(lambda row: row.grouped))} (none: a scale per row)",
     )
     symmetric: bool = Field(
         default=True, description="false: groups of 4-bit weights have zero points, for ranges that do not centre on 0"
@@ -212,16 +236,20 @@ class QuantSpec(Strict):
     kv: KVSpec | None = None
 
     @property
-    def int8_groups(self) -> bool:
-        """Whether W8A8 has scales per group somewhere: where a size stands beside it, not as a candidate of `mixed`."""
+    def modifiers(self) -> tuple[Modifier, ...]:
+        """What this adds to its schemes that qspec's own engine alone runs.
+
+        W8A8 is in groups where a size stands beside its name, not as a candidate of `mixed`.
+        """
         own = [(rule.scheme, rule.group_size) for rule in self.rules]
         whole = [] if self.mixed is not None else [(self.scheme, self.group_size)]
-        return any(scheme == "W8A8" and size is not None for scheme, size in (*own, *whole))
-
-    @property
-    def transforms_inputs(self) -> bool:
-        """Whether the quantized model transforms inputs at run time (`rotation.r4`)."""
-        return self.rotation is not None and self.rotation.r4
+        asked = {
+            IN_GROUPS: any(SCHEMES[name].grouped and size is not None for name, size in (*own, *whole)),
+            OUTLIERS: self.outliers is not None,
+            E5M2: self.fp8_format == "adaptive",
+            HADAMARD: self.rotation is not None and self.rotation.r4,
+        }
+        return tuple(modifier for modifier, given in asked.items() if given)
 
     @model_validator(mode="after")
     def _engine_has_method(self) -> "QuantSpec":
@@ -238,32 +266,40 @@ class QuantSpec(Strict):
             raise ValueError("untie_head belongs to engine qspec; set engine: qspec, or leave it out")
         if self.engine == "llmcompressor" and self.mixed is not None:
             raise ValueError("mixed belongs to engine qspec; set engine: qspec, or leave mixed out")
-        if self.engine == "llmcompressor" and self.scheme == "none":
+        row = SCHEMES[self.scheme]
+        if self.engine == "llmcompressor" and row.weight is None:
             raise ValueError("scheme none leaves llmcompressor nothing to do; set engine: qspec, or another scheme")
-        if self.method == "awq" and self.scheme != "W4A16":
-            raise ValueError("method awq is for 4-bit weights; set scheme: W4A16")
-        if self.method == "smoothquant+gptq" and self.scheme == "W4A16":
-            raise ValueError("smoothquant helps quantized activations, W4A16 keeps them; set method: gptq")
+        if self.method == "awq" and not (row.weights_only and row.zero_points):
+            fits = named(rows_that(lambda row: row.weights_only and row.zero_points))
+            raise ValueError(f"method awq is for 4-bit weights; set scheme: {fits}")
+        if self.method == "smoothquant+gptq" and row.weights_only:
+            raise ValueError(f"smoothquant helps quantized activations, {row.name} keeps them; set method: gptq")
         return self
 
     @property
-    def schemes(self) -> frozenset[Scheme]:
+    def schemes(self) -> frozenset[str]:
         """Every scheme that a layer may get; `mixed` takes the place of `scheme`."""
         rest = self.mixed.candidates if self.mixed is not None else (self.scheme,)
         return frozenset((*(rule.scheme for rule in self.rules), *rest))
+
+    @property
+    def rows(self) -> list[WeightScheme]:
+        """Rows of `schemes`, in the table's order."""
+        return [row for row in SCHEMES.values() if row.name in self.schemes]
 
     @model_validator(mode="after")
     def _outliers_have_a_dense_part(self) -> "QuantSpec":
         if self.outliers is not None and self.engine == "llmcompressor":
             raise ValueError("outliers belong to engine qspec; set engine: qspec, or leave outliers out")
-        if self.outliers is not None and self.schemes == {"none"}:
+        if self.outliers is not None and all(row.weight is None for row in self.rows):
             raise ValueError("outliers are kept beside rounded weights, scheme none rounds nothing; set another scheme")
         return self
 
     @model_validator(mode="after")
     def _zero_points_have_a_subject(self) -> "QuantSpec":
-        if not self.symmetric and not self.schemes & {"W4A16", "W4A8"}:
-            raise ValueError("symmetric: false is for 4-bit weights; set scheme: W4A16 or W4A8, or leave it out")
+        if not self.symmetric and not any(row.zero_points for row in self.rows):
+            fits = named(rows_that(lambda row: row.zero_points))
+            raise ValueError(f"symmetric: false is for 4-bit weights; set scheme: {fits}, or leave it out")
         if not self.symmetric and self.mixed is not None:
             raise ValueError("mixed weighs symmetric schemes; leave symmetric: false out, or name schemes by rules")
         return self
@@ -274,16 +310,18 @@ class QuantSpec(Strict):
         asked["fp8_format adaptive"] = self.fp8_format == "adaptive"
         for name in (name for name, set_ in asked.items() if set_ and self.engine != "qspec"):
             raise ValueError(f"{name} belongs to engine qspec; set engine: qspec, or leave it out")
-        if self.activation_scales == "auto" and not self.schemes & STATIC_OR_DYNAMIC:
-            names = ", ".join(sorted(STATIC_OR_DYNAMIC))
-            raise ValueError(f"activation_scales auto chooses for the schemes {names}; set one, or leave it out")
-        if self.activation_scales == "auto" and self.int8_groups:
+        if self.activation_scales == "auto" and not any(row.twins for row in self.rows):
+            fits = named(rows_that(lambda row: row.twins is not None))
+            raise ValueError(f"activation_scales auto chooses for scheme {fits}; set one, or leave it out")
+        if self.activation_scales == "auto" and IN_GROUPS in self.modifiers:
             raise ValueError("W8A8 in groups makes its scales at run time; leave activation_scales or group_size out")
-        if self.fp8_format == "adaptive" and not any(scheme.startswith("FP8") for scheme in self.schemes):
-            raise ValueError("fp8_format adaptive chooses for FP8 schemes; set scheme: FP8 or FP8_DYNAMIC")
-        if self.clip.method == "kl" and "FP8" not in self.schemes and self.activation_scales != "auto":
-            rule = "clip.method kl compares histograms of whole tensors: weights of FP8, and static inputs"
-            raise ValueError(f"{rule}; set scheme: FP8, activation_scales: auto, or clip.method: mse")
+        if self.fp8_format == "adaptive" and not any(row.float8 for row in self.rows):
+            fits = named(rows_that(lambda row: row.float8))
+            raise ValueError(f"fp8_format adaptive chooses for FP8 schemes; set scheme: {fits}")
+        if self.clip.method == "kl" and not any(row.whole for row in self.rows) and self.activation_scales != "auto":
+            fits = named(rows_that(lambda row: row.whole))
+            rule = f"clip.method kl compares histograms of whole tensors: weights of {fits}, and static inputs"
+            raise ValueError(f"{rule}; set scheme: {fits}, activation_scales: auto, or clip.method: mse")
         return self
 
 

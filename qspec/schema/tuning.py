@@ -4,10 +4,12 @@ from typing import Annotated, Generic, TypeVar
 
 from pydantic import Field, model_validator
 
-from qspec.schema.quantization import MOST, KVSpec, QuantSpec, RuleSpec, Scheme, Strict
+from qspec.schema.quantization import MOST, KVSpec, QuantSpec, RuleSpec, Strict
+from qspec.scheme_table import SCHEMES, WeightScheme, rows_that
 
 D = TypeVar("D")
-Head = Annotated[str, Field(pattern=r"^(float|W8A8|W4A16)(/[1-9][0-9]*)?$")]
+HEADS = "|".join(row.name for row in rows_that(lambda row: row.head))
+Head = Annotated[str, Field(pattern=rf"^(float|{HEADS})(/[1-9][0-9]*)?$")]
 """A draft's head: its scheme, and behind a slash how many ids it is run for (`draft_vocab`)."""
 Length = Annotated[int, Field(ge=1, le=64)]
 
@@ -62,14 +64,12 @@ class TuneSpec(Strict, Generic[D]):
 
 def default_targets(cpu: bool) -> dict[str, QuantSpec]:
     """Schemes that the device's kernels multiply, from the most exact on."""
-    names: list[Scheme] = ["none", "W8A8", "W4A8", "W4A16"] if cpu else ["none", "FP8_DYNAMIC", "W8A8", "W4A16"]
-    return {name: QuantSpec(scheme=name, group_size=_group(name)) for name in names}
+    return _specs(rows_that(lambda row: ("cpu" if cpu else "gpu") in row.targets))
 
 
 def default_draft_schemes(cpu: bool) -> dict[str, QuantSpec]:
     """Schemes of a draft: it cannot change the output, so the smallest."""
-    names: list[Scheme] = ["W4A16", "W4A8"] if cpu else ["W4A16", "FP8_DYNAMIC"]
-    return {name: QuantSpec(scheme=name, group_size=_group(name)) for name in names}
+    return _specs(rows_that(lambda row: ("cpu" if cpu else "gpu") in row.drafts)[::-1])
 
 
 def default_kv() -> dict[str, KVSpec | None]:
@@ -77,8 +77,8 @@ def default_kv() -> dict[str, KVSpec | None]:
     return {"float": None, "fp8": KVSpec(scales="cast")}
 
 
-def _group(scheme: str) -> int | None:
-    return 32 if scheme.startswith("W4") else None
+def _specs(rows: list[WeightScheme]) -> dict[str, QuantSpec]:
+    return {row.name: QuantSpec(scheme=row.name, group_size=row.tune_group) for row in rows}
 
 
 def head_parts(head: Head) -> tuple[str, int]:
@@ -90,8 +90,8 @@ def head_parts(head: Head) -> tuple[str, int]:
 def with_head(spec: QuantSpec, head: Head) -> QuantSpec:
     """The same scheme with the output head left alone (`float`) or rounded too."""
     scheme, _ = head_parts(head)
-    if scheme == "float" or spec.scheme == "none":
+    if scheme == "float" or SCHEMES[spec.scheme].weight is None:
         return spec
-    rule = RuleSpec.model_validate({"match": "lm_head", "scheme": scheme, "group_size": _group(scheme)})
+    rule = RuleSpec.model_validate({"match": "lm_head", "scheme": scheme, "group_size": SCHEMES[scheme].tune_group})
     fields = {"untie_head": True, "ignore": tuple(p for p in spec.ignore if p != "lm_head")}
     return QuantSpec.model_validate(spec.model_dump() | fields | {"rules": (rule, *spec.rules)})

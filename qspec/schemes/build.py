@@ -6,18 +6,15 @@ from typing import Literal
 
 from qspec.bridges.compressed import refuse_tied_head
 from qspec.errors import RecipeError
-from qspec.numerics.quantization.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from qspec.numerics.quantization.clipping import ABSMAX, Clip
-from qspec.numerics.quantization.formats import FORMATS, FP8_E4M3, FP8_E5M2, INT4, INT8
+from qspec.numerics.quantization.blocks import PerBlock, PerGroup
+from qspec.numerics.quantization.clipping import Clip
+from qspec.numerics.quantization.formats import FORMATS, FP8_E5M2
 from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
-from qspec.schema.quantization import GROUP, KVPartSpec, KVSpec, QuantSpec
+from qspec.schema.quantization import KVPartSpec, KVSpec, QuantSpec
+from qspec.scheme_table import GROUP, SCHEMES, in_groups
 from qspec.schemes.device_rules import device_findings, raise_refused
-
-BLOCK = 128
-"""Rows and columns of an FP8_BLOCK tile, and the activation group beside it: the only size that servers run."""
-
 
 KV_GRANULARITIES: tuple[Literal["tensor", "head", "token_head"], ...] = ("tensor", "head", "token_head")
 """What `kv.granularity: auto` tries, in order of preference: fewer scales, and more servers that read them."""
@@ -35,58 +32,14 @@ def build_plan(spec: QuantSpec) -> QuantPlan:
 
 
 def _asked(name: str, own_group: int | None, spec: QuantSpec, clip: Clip) -> LayerScheme | None:
-    """The scheme as the recipe has it. W8A8 is in groups only where a size stands beside its name (`own_group`)."""
-    scheme = layer_scheme(name, own_group or spec.group_size or GROUP, clip)
+    """The scheme as the recipe has it; one that may be in groups is where a size stands beside its name."""
+    row = SCHEMES[name]
+    scheme = row.layer(own_group or spec.group_size or GROUP, clip)
     if scheme is None:
         return None
-    symmetric = spec.symmetric or scheme.weight.fmt != INT4
-    weight = replace(scheme.weight, symmetric=symmetric)
+    weight = replace(scheme.weight, symmetric=spec.symmetric or not row.zero_points)
     scheme = replace(scheme, weight=weight, outliers=spec.outliers.share if spec.outliers is not None else 0.0)
-    return in_groups(scheme, own_group) if name == "W8A8" and own_group is not None else scheme
-
-
-def in_groups(scheme: LayerScheme, size: int) -> LayerScheme:
-    """The scheme with a scale per `size` inputs, of weights and of activations alike."""
-    assert scheme.activation is not None
-    weight, activation = (replace(part, granularity=PerGroup(size)) for part in (scheme.weight, scheme.activation))
-    return replace(scheme, weight=weight, activation=activation)
-
-
-def layer_scheme(name: str, group_size: int = GROUP, clip: Clip = ABSMAX) -> LayerScheme | None:
-    """Formats behind a scheme name (compressed-tensors' presets, and `_STATIC` twins of the dynamic ones); none: None.
-
-    `clip` is for weights. `kl` is for whole tensors: weights with one scale, and static inputs.
-    """
-    whole, parts = (clip if clip.method == "kl" else ABSMAX), (ABSMAX if clip.method == "kl" else clip)
-    match name:
-        case "W8A8":
-            weight = TensorScheme(INT8, PerChannel(), clip=parts)
-            activation = TensorScheme(INT8, PerToken(), dynamic=True)
-        case "W8A8_STATIC":
-            weight = TensorScheme(INT8, PerChannel(), clip=parts)
-            activation = TensorScheme(INT8, PerTensor(), clip=whole)
-        case "FP8":
-            weight = TensorScheme(FP8_E4M3, PerTensor(), clip=clip)
-            activation = TensorScheme(FP8_E4M3, PerTensor(), clip=whole)
-        case "FP8_DYNAMIC":
-            weight = TensorScheme(FP8_E4M3, PerChannel(), clip=parts)
-            activation = TensorScheme(FP8_E4M3, PerToken(), dynamic=True)
-        case "FP8_STATIC":
-            weight = TensorScheme(FP8_E4M3, PerChannel(), clip=parts)
-            activation = TensorScheme(FP8_E4M3, PerTensor(), clip=whole)
-        case "FP8_BLOCK":
-            weight = TensorScheme(FP8_E4M3, PerBlock(BLOCK, BLOCK), clip=parts)
-            activation = TensorScheme(FP8_E4M3, PerGroup(BLOCK), dynamic=True)
-        case "W4A16":
-            return LayerScheme(name, TensorScheme(INT4, PerGroup(group_size), clip=parts))
-        case "W4A8":
-            weight = TensorScheme(INT4, PerGroup(group_size), clip=parts)
-            activation = TensorScheme(INT8, PerToken(), dynamic=True)
-        case "none":
-            return None
-        case _:
-            raise AssertionError(f"scheme {name}")
-    return LayerScheme(name, weight, activation)
+    return in_groups(scheme, own_group) if row.grouped and own_group is not None else scheme
 
 
 def resolve_plan(plan: QuantPlan, arch: ArchMap) -> dict[str, LayerScheme | None]:

@@ -2,27 +2,22 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from qspec.errors import RecipeError
-from qspec.numerics.quantization.blocks import PerGroup
-from qspec.numerics.quantization.formats import FP8_E5M2, INT4, INT8
 from qspec.plan import KVScheme, LayerScheme
 from qspec.records import ArchMap
-from qspec.schema.devices import ADA, DeviceSheet
+from qspec.schema.devices import DeviceSheet
 from qspec.schema.recipe import Recipe
+from qspec.scheme_table import ADA, IN_GROUPS, MODIFIERS, SCHEMES, Level, Modifier, Place
 
 Schemes = Mapping[str, LayerScheme | None]
-
-
-NO_E5M2 = "servers read float8 as E4M3; E5M2 runs in qspec's own engine on CPU only"
 
 
 @dataclass(frozen=True)
 class Finding:
     """One remark about a plan. `refused` stops the job before compute, `warning` costs something, `note` informs."""
 
-    level: Literal["refused", "warning", "note"]
+    level: Level
     value: str
     rule: str
     fix: str
@@ -50,74 +45,39 @@ def device_findings(
         yield from _kv_findings(sheet, kv, arch)
 
 
-def outlier_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
-    """Remarks about weights that are kept apart."""
-    sparse = [half for half, spec in recipe.quantized.items() if spec.outliers is not None]
-    rule = "no server runs dense + sparse weights, only qspec's own engine (CPU)"
-    if sparse and sheet.capability is not None:
-        yield Finding("refused", f"outliers on {sheet.name}", rule, "set device: cpu, or outliers: null")
-    if "target" in sparse and recipe.asks_transformers:
-        rule = "transformers cannot load dense + sparse weights"
-        yield Finding("refused", "evaluation.tasks backend hf with outliers", rule, "use backends: [qspec]")
-
-
-def format_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
-    """Remarks about float formats that data chooses."""
-    adaptive = [half for half, spec in recipe.quantized.items() if spec.fp8_format == "adaptive"]
-    if adaptive and sheet.capability is not None:
-        fix = "use fp8_format: e4m3, or device: cpu"
-        yield Finding("refused", f"fp8_format adaptive on {sheet.name}", NO_E5M2, fix)
-    if "target" in adaptive and recipe.asks_transformers:
-        rule = "transformers refuses a checkpoint in which a layer got E5M2"
-        yield Finding("refused", "evaluation.tasks backend hf with fp8_format adaptive", rule, "use backends: [qspec]")
-
-
-def rotation_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
-    """Remarks about transforms that a half needs at run time."""
-    transformed = [half for half, spec in recipe.quantized.items() if spec.transforms_inputs]
-    rule = "needs a Hadamard transform at run time, which is proven in qspec's own engine (CPU) alone"
-    if transformed and sheet.capability is not None:
-        yield Finding("refused", f"rotation.r4 on {sheet.name}", rule, "set rotation: {r4: false}; r1 and r2 need none")
-    if "target" in transformed and recipe.asks_transformers:
-        yield Finding("refused", "evaluation.tasks backend hf of rotation.r4", rule, "use backends: [qspec]")
+def modifier_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
+    """Remarks about what a recipe adds to its schemes and no server runs."""
+    for half, spec in recipe.quantized.items():
+        for modifier in spec.modifiers:
+            yield _own_alone(sheet, modifier)
+            if half == "target" and recipe.asks_transformers and modifier.transformers is not None:
+                value = f"evaluation.tasks backend hf with {modifier.name}"
+                yield Finding("refused", value, f"transformers {modifier.transformers}", "use backends: [qspec]")
 
 
 def _scheme_findings(sheet: DeviceSheet, scheme: LayerScheme, dtype: str) -> Iterator[Finding]:
-    value, sm = f"{scheme.name} on {sheet.name} ({sheet.architecture})", sheet.capability
-    fp8 = scheme.weight.fmt.is_float
-    if scheme.activation is not None and scheme.weight.fmt == INT4:
-        rule = "no server multiplies INT4 weights with INT8 inputs but vLLM on Arm CPUs; qspec's own engine (CPU) does"
-        fix = "use scheme: W4A16 or W8A8 to serve it elsewhere"
-        yield Finding("note" if sm is None else "refused", value, rule, fix)
-    elif scheme.weight.fmt == INT8 and isinstance(scheme.weight.granularity, PerGroup):
-        rule = "no server multiplies INT8 in groups; qspec's own engine (CPU) does"
-        yield Finding("note" if sm is None else "refused", value, rule, "leave group_size out to serve it elsewhere")
-    elif scheme.activation is not None and not fp8 and sm is not None and not 75 <= sm <= 90:
-        yield Finding("refused", value, "INT8 matmul kernels exist for SM75 to SM90 only", "use scheme: FP8_DYNAMIC")
-    if fp8 and sm is not None and sm < ADA:
-        yield Finding("refused", value, "FP8 matmul needs SM89 or newer", "use scheme: W8A8")
-    if sm is not None and any(part.fmt == FP8_E5M2 for part in (scheme.weight, scheme.activation) if part):
-        yield Finding("refused", value, NO_E5M2, "use fp8_format: e4m3, or device: cpu")
-    if scheme.name == "FP8_BLOCK" and sm == ADA:
-        rule = "block FP8 has no kernel of its own on Ada and runs slower there than 16-bit weights"
-        yield Finding("refused", value, rule, "use scheme: FP8_DYNAMIC or W8A8")
-    if fp8 and dtype == "float16":
-        level: Literal["refused", "warning"] = "refused" if scheme.name == "FP8_BLOCK" else "warning"
-        rule = "block FP8 kernels return bfloat16 only" if level == "refused" else "FP8 scales below 6e-5 lose bits"
-        yield Finding(level, f"{scheme.name} with dtype float16", rule, "use dtype: auto (bfloat16)")
-    if fp8 and sm is None:
-        rule = "a CPU has no FP8 matmul: weights are decoded at load, so files shrink and speed does not rise"
-        yield Finding("note", value, rule, "use scheme: W8A8 for speed on CPU")
-    if scheme.name == "FP8" and sm is not None and sm >= 100:
-        yield Finding("note", value, "per-tensor FP8 has been slower than BF16 in prefill there", "try FP8_DYNAMIC")
-    if fp8 and sheet.name == "rtx4090":
-        rule = "with float32 accumulation INT8 has twice FP8's matmul rate there (prefill, large batches)"
-        yield Finding("note", value, rule, "compare scheme: W8A8")
+    modifiers = [modifier for modifier in MODIFIERS if modifier.has(scheme)]
+    at, row = Place(sheet.name, sheet.capability, dtype), SCHEMES.get(scheme.name)
+    for remark in row.remarks if row is not None and IN_GROUPS not in modifiers else ():
+        if remark.where(at):
+            yield Finding(remark.level, _on(sheet, scheme.name), remark.rule, remark.fix)
+    yield from (_own_alone(sheet, modifier) for modifier in modifiers)
+
+
+def _own_alone(sheet: DeviceSheet, modifier: Modifier) -> Finding:
+    """qspec's own engine runs it on a CPU."""
+    if sheet.capability is None:
+        return Finding("note", _on(sheet, modifier.name), modifier.rule, f"{modifier.fix} to serve it elsewhere")
+    return Finding("refused", _on(sheet, modifier.name), modifier.rule, f"{modifier.fix}, or set device: cpu")
+
+
+def _on(sheet: DeviceSheet, what: str) -> str:
+    return f"{what} on {sheet.name} ({sheet.architecture})"
 
 
 def _kv_findings(sheet: DeviceSheet, kv: KVScheme, arch: ArchMap | None) -> Iterator[Finding]:
     key, sm = kv.parts[0], sheet.capability
-    value, reason = f"KV {kv.label} on {sheet.name} ({sheet.architecture})", refusal(kv)
+    value, reason = _on(sheet, f"KV {kv.label}"), refusal(kv)
     if reason is not None and sm is not None:
         yield Finding("refused", value, reason, "use device: cpu, or kv: {format: fp8_e4m3}")
         return

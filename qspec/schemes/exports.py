@@ -7,17 +7,12 @@ from qspec.schema.devices import DeviceSheet
 from qspec.schema.manifest import Served
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schema.recipe import DraftLengthSpec
+from qspec.scheme_table import SCHEMES
 from qspec.schemes.build import build_plan, kv_scheme
 from qspec.schemes.device_rules import kv_flag, refusal
 
-_NO_SPARSE = "no server runs dense + sparse weights (outliers); qspec's own engine does"
-_STOPS_AT_SPARSE = "stops at format dense-and-sparse: it cannot run outliers"
-_STOPS_AT_E5M2 = "stops at type float8_e5m2 where a layer has it (the notes tell): it reads float8 as E4M3 only"
-_NO_W4A8 = "W4A8: vLLM has a kernel for it on Arm CPUs alone, not proven here; qspec's own engine runs it, or use W4A16"
-_NO_INT8_GROUPS = "W8A8 in groups: vLLM refuses the checkpoint at load; qspec's own engine runs it, or omit group_size"
 HEAD = "; lm_head is quantized too, by a target pattern of its own: vLLM reads that, no run here proves it"
 WHOLE_HEAD = "; it runs the whole head and drafts any id: draft_vocab is qspec's own engine's"
-_IGNORES_TRANSFORMS = "loads without rotation.r4's transform (it ignores transform_config) and computes garbage"
 
 
 def by_batch(length: DraftLengthSpec) -> dict[str, Any]:
@@ -35,24 +30,18 @@ def vllm_weights(spec: QuantSpec, sheet: DeviceSheet, folder: str) -> tuple[bool
     """Whether a half's linear layers are served, and how or why not."""
     names = (spec.scheme,) if spec.mixed is None else spec.mixed.candidates
     scheme, cpu = ", ".join(names), sheet.capability is None
-    served, detail = True, f"{folder}/, a compressed-tensors checkpoint ({scheme})"
-    if scheme == "none":
+    detail = f"{folder}/, a compressed-tensors checkpoint ({scheme})"
+    if all(SCHEMES[name].weight is None for name in names):
         detail = f"{folder}/, an ordinary checkpoint"
-    if cpu and any(name.startswith("FP8") for name in names):
-        served, detail = False, f"{scheme}: no usable FP8 matmul on CPU; use W8A8"
-    if cpu and "W4A16" in names:
-        detail += ", run as W4A8 unless VLLM_CPU_INT4_W4A8=0"
+    if cpu:
+        detail += "".join(row.vllm_cpu_note for row in spec.rows)
     if rounds_head(spec):
         detail += HEAD
-    if "W4A8" in spec.schemes:
-        served, detail = False, _NO_W4A8
-    if spec.int8_groups:
-        served, detail = False, _NO_INT8_GROUPS
-    if spec.outliers is not None:
-        served, detail = False, _NO_SPARSE
-    if spec.transforms_inputs:
-        served, detail = False, "rotation.r4 needs a transform at run time, proven in qspec's own engine only"
-    return served, detail
+    lacking = [f"{modifier.name}: {modifier.rule}" for modifier in spec.modifiers]
+    for row in spec.rows:
+        reason = row.vllm or (cpu and row.vllm_cpu)
+        lacking += [f"{row.name}: {reason}"] if reason else []
+    return not lacking, lacking[0] if lacking else detail
 
 
 def rounds_head(spec: QuantSpec) -> bool:
@@ -96,10 +85,8 @@ def _more(kv: KVScheme) -> str:
     ) + skipped
 
 
-def transformers_lacks(spec: QuantSpec) -> str | None:
+def transformers_lacks(spec: QuantSpec, experts: bool = False) -> str | None:
     """What transformers cannot do of a half's weights, and what happens instead; None if nothing."""
-    if spec.outliers is not None:
-        return _STOPS_AT_SPARSE
-    if spec.fp8_format == "adaptive":
-        return _STOPS_AT_E5M2
-    return _IGNORES_TRANSFORMS if spec.transforms_inputs else None
+    lacking = [modifier.transformers for modifier in spec.modifiers]
+    lacking += [row.experts for row in spec.rows if experts]
+    return next(filter(None, lacking), None)

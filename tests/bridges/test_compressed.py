@@ -21,7 +21,8 @@ from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.records import QLinear, QuantizedModel
 from qspec.schema.quantization import ClipSpec, KVSpec, OutlierSpec, QuantSpec, RuleSpec
-from qspec.schemes.build import build_plan, layer_scheme
+from qspec.scheme_table import SCHEMES
+from qspec.schemes.build import build_plan
 from tests.observed import load, observe
 from tests.served import distance, logits, reference_logits, transformers_model
 from tests.tiny import tiny_model
@@ -84,8 +85,8 @@ def test_transformers_computes_the_same(source: Path, tmp_path: Path, name: str)
 @pytest.mark.parametrize("static", ["W8A8_STATIC", "FP8_STATIC"])
 def test_transformers_computes_static_beside_dynamic(source: Path, tmp_path: Path, static: str) -> None:
     """Would catch a stored input scale that is ignored beside channel scales, or groups that swap their layers."""
-    rules = (Rule("lm_head", None), Rule("down_proj", layer_scheme(static)), Rule("o_proj", layer_scheme(static)))
-    plan = QuantPlan(layer_scheme(static.removesuffix("_STATIC").replace("FP8", "FP8_DYNAMIC")), rules)
+    rules = (Rule("lm_head", None), Rule("down_proj", SCHEMES[static].layer()), Rule("o_proj", SCHEMES[static].layer()))
+    plan = QuantPlan(SCHEMES[static.removesuffix("_STATIC").replace("FP8", "FP8_DYNAMIC")].layer(), rules)
     model = quantize(load(source), observe(source), plan)
     compressed.write(model, tmp_path, torch.float32)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]

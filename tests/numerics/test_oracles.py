@@ -19,9 +19,9 @@ from qspec.numerics.quantization.blocks import PerChannel, PerGroup, PerTensor
 from qspec.numerics.quantization.codes import symmetric_scale
 from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, NumFormat
 from qspec.plan import LayerScheme
-from qspec.schemes.build import layer_scheme
+from qspec.scheme_table import SCHEMES
 
-SCHEMES = ("W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A8")
+NAMES = ("W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A8")
 
 
 def weight(n: int = 256, k: int = 256) -> Tensor:
@@ -33,7 +33,7 @@ def weight(n: int = 256, k: int = 256) -> Tensor:
 
 
 def scheme(name: str) -> LayerScheme:
-    found = layer_scheme(name)
+    found = SCHEMES[name].layer()
     assert found is not None
     return found
 
@@ -42,7 +42,7 @@ def faked(x: Tensor, scale: Tensor, args: QuantizationArgs) -> Tensor:
     return fake_quantize(x, scale, torch.zeros_like(scale), args)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_weights_of_a_scheme_are_those_of_the_preset_of_that_name(name: str) -> None:
     """Catches a scheme whose name promises users of compressed-tensors another format, or codes of another value."""
     ours, args = scheme(name).weight, preset_name_to_scheme(name, ["Linear"]).weights

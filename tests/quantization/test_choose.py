@@ -32,7 +32,8 @@ from qspec.quantization.pieces import piece_plan, pieces
 from qspec.quantization.rtn import quantize
 from qspec.records import LayerStats, LoadedModel, QuantizedModel
 from qspec.schema.quantization import ClipSpec, QuantSpec, RuleSpec
-from qspec.schemes.build import build_plan, layer_scheme, resolve_plan, scheme_label
+from qspec.scheme_table import SCHEMES
+from qspec.schemes.build import build_plan, resolve_plan, scheme_label
 from tests.observed import ROWS, load, observe
 from tests.tiny import tiny_model
 
@@ -90,7 +91,7 @@ def test_the_choice_is_no_worse_than_the_margin(model: LoadedModel, stats: Layer
     """Would catch an inverted comparison: on all rows the choice stays near the better of both."""
     spec = AUTO[name]
     plan, _ = choose(model, stats, build_plan(spec), spec)
-    twins = [replace(build_plan(spec), default=layer_scheme(twin)) for twin in sorted(TWINS[name])]
+    twins = [replace(build_plan(spec), default=SCHEMES[twin].layer()) for twin in sorted(TWINS[name])]
     for layer in (Q, OUT, GATE, DOWN):
         best = min(output_error(model, stats, twin, layer) for twin in twins)
         # The margin, and as much again because three quarters of these rows were not judged on.
@@ -112,7 +113,7 @@ def test_dynamic_where_one_scale_loses_the_rest(model: LoadedModel, stats: Layer
     x_TK = stats.inputs_TK[DOWN].clone()
     x_TK[1] *= 1000  # not held out, yet it sets the scale
     found = {d.layers: d for d in decide(model, seen(stats, (DOWN,), x_TK), build_plan(AUTO["W8A8"]), AUTO["W8A8"])}
-    assert found[DOWN,].scheme == layer_scheme("W8A8")
+    assert found[DOWN,].scheme == SCHEMES["W8A8"].layer()
 
 
 def test_merged_layers_are_one_decision(model: LoadedModel, stats: LayerStats) -> None:
@@ -149,7 +150,7 @@ def test_e5m2_wins_where_range_matters(model: LoadedModel, stats: LayerStats) ->
     assert chosen.weight.below > 0.9  # why: E4M3 would lose nearly everything
     assert chosen.ratio is not None
     assert chosen.ratio < 0.5
-    assert all(d.scheme == layer_scheme("FP8") for layers, d in decisions.items() if layers != (DOWN,))
+    assert all(d.scheme == SCHEMES["FP8"].layer() for layers, d in decisions.items() if layers != (DOWN,))
 
 
 def test_e5m2_inputs(model: LoadedModel, stats: LayerStats) -> None:
@@ -181,7 +182,7 @@ def test_e5m2_survives_the_files(model: LoadedModel, stats: LayerStats, tmp_path
 
 def test_e5m2_runs(model: LoadedModel, stats: LayerStats) -> None:
     """Would catch a kernel that decodes E5M2 as E4M3, or rounds the inputs to the other format."""
-    scheme = layer_scheme("FP8")
+    scheme = SCHEMES["FP8"].layer()
     assert scheme is not None
     assert scheme.activation is not None
     inputs = replace(scheme.activation, fmt=FP8_E5M2)
@@ -223,7 +224,7 @@ def test_the_plan_survives_the_files(model: LoadedModel, stats: LayerStats, tmp_
 
 def test_compact_says_the_same_in_few_rules(model: LoadedModel) -> None:
     """Would catch a file that grows with the model, and a pattern that takes in a neighbour."""
-    static, rest = layer_scheme("W8A8_STATIC"), layer_scheme("W8A8")
+    static, rest = SCHEMES["W8A8_STATIC"].layer(), SCHEMES["W8A8"].layer()
     schemes: dict[str, LayerScheme | None] = dict.fromkeys(model.arch.linears(), rest)
     downs = [layer for layer in schemes if layer.endswith("down_proj")]
     schemes |= dict.fromkeys([OUT, *downs], static) | {"lm_head": None}
@@ -252,7 +253,7 @@ def test_unseen_layers_keep_their_scheme(model: LoadedModel, stats: LayerStats) 
     spec = AUTO["W8A8"]
     decisions = decide(model, replace(stats, inputs_TK=inputs), build_plan(spec), spec)
     unseen = {d.layers: d.scheme for d in decisions if d.ratio is None}
-    assert unseen == {(DOWN,): layer_scheme("W8A8"), (OUT,): layer_scheme("W8A8")}
+    assert unseen == {(DOWN,): SCHEMES["W8A8"].layer(), (OUT,): SCHEMES["W8A8"].layer()}
     assert any("2 layers were not seen" in note for note in choice_notes(decisions, spec))
 
 
@@ -310,7 +311,7 @@ def test_static_twins_take_the_kl_clip() -> None:
     """Would catch `kl` on channels, whose histograms are too thin, or none on the static input."""
     clip = Clip("kl")
     for name in ("FP8_STATIC", "W8A8_STATIC"):
-        scheme = layer_scheme(name, clip=clip)
+        scheme = SCHEMES[name].layer(clip=clip)
         assert scheme is not None
         assert scheme.activation is not None
         assert (scheme.weight.clip, scheme.activation.clip) == (Clip(), clip)
@@ -321,7 +322,7 @@ OWN = LayerScheme("OWN", TensorScheme(FP8_E5M2, PerGroup(32), clip=Clip("percent
 ZEROS = LayerScheme("ZEROS", TensorScheme(INT4, PerGroup(64), symmetric=False, clip=Clip("mse")))
 
 
-@pytest.mark.parametrize("scheme", [*map(layer_scheme, NAMES), OWN, ZEROS], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", [*(SCHEMES[n].layer() for n in NAMES), OWN, ZEROS], ids=lambda scheme: scheme.name)
 def test_schemes_survive_json(scheme: LayerScheme) -> None:
     """Would catch a field of a scheme that is lost or takes its default."""
     assert decode_scheme(json.loads(json.dumps(encode_scheme(scheme)))) == scheme

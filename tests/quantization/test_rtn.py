@@ -13,7 +13,8 @@ from qspec.quantization.calibrate import calibrate
 from qspec.quantization.rtn import quantize, unseen_experts, unseen_notes
 from qspec.records import LayerStats, LoadedModel
 from qspec.schema.quantization import ClipSpec, KVSpec, OutlierSpec, QuantSpec, RuleSpec
-from qspec.schemes.build import build_plan, layer_scheme
+from qspec.scheme_table import SCHEMES
+from qspec.schemes.build import build_plan
 from tests.observed import load, observe
 from tests.tiny import tiny_model
 
@@ -229,7 +230,7 @@ def test_absmax_does_not_depend_on_inputs(model: LoadedModel, stats: LayerStats,
 @pytest.mark.parametrize("name", ["W8A8_STATIC", "FP8_STATIC"])
 def test_static_inputs_beside_channel_scales(model: LoadedModel, stats: LayerStats, name: str) -> None:
     """Would catch members of a merged layer whose stored input scales differ, or weight scales that become one."""
-    scheme = layer_scheme(name)
+    scheme = SCHEMES[name].layer()
     assert scheme is not None
     assert scheme.activation is not None
     plan = replace(build_plan(QuantSpec()), default=scheme)
@@ -252,7 +253,7 @@ def test_clipped_inputs(model: LoadedModel, stats: LayerStats, clip: Clip) -> No
         inputs_TK={**stats.inputs_TK, DOWN: x_TK},
         amax_K={**stats.amax_K, DOWN: torch.full((x_TK.shape[1],), 30.0)},
     )
-    scheme = layer_scheme("W8A8_STATIC")
+    scheme = SCHEMES["W8A8_STATIC"].layer()
     assert scheme is not None
     assert scheme.activation is not None
     clipped = replace(scheme, activation=replace(scheme.activation, clip=clip))
@@ -276,7 +277,7 @@ def test_a_clip_that_cuts_nothing_keeps_the_whole_range(model: LoadedModel, stat
 
 def test_e5m2_weights_and_inputs(model: LoadedModel, stats: LayerStats) -> None:
     """Would catch scales or codes of E4M3 under the other format's name."""
-    scheme = layer_scheme("FP8")
+    scheme = SCHEMES["FP8"].layer()
     assert scheme is not None
     assert scheme.activation is not None
     inputs = replace(scheme.activation, fmt=FP8_E5M2)

@@ -114,8 +114,11 @@ def test_every_device_name_has_a_data_sheet():
         ("target.quantization={engine: llmcompressor, fp8_format: adaptive}", ["fp8_format adaptive", "engine: qspec"]),
         ("target.quantization={engine: llmcompressor, clip: {method: kl}}", ["clip.method kl", "engine: qspec"]),
         ("target.quantization={group_size: 32, activation_scales: auto}", ["W8A8 in groups", "run time"]),
-        ("target.quantization={scheme: W4A16, activation_scales: auto}", ["FP8, FP8_DYNAMIC, W8A8", "set one"]),
-        ("target.quantization={fp8_format: adaptive}", ["chooses for FP8 schemes", "scheme: FP8 or FP8_DYNAMIC"]),
+        ("target.quantization={scheme: W4A16, activation_scales: auto}", ["FP8_DYNAMIC, FP8 or W8A8", "set one"]),
+        (
+            "target.quantization={fp8_format: adaptive}",
+            ["for FP8 schemes", "scheme: FP8_BLOCK, FP8_DYNAMIC or FP8"],
+        ),
         (
             "target.quantization={clip: {method: kl}}",
             ["histograms of whole tensors", "scheme: FP8", "clip.method: mse"],

@@ -12,7 +12,8 @@ from qspec.plan import TensorScheme
 from qspec.quantization.units import candidate_schemes
 from qspec.records import ArchMap
 from qspec.schema.quantization import ClipSpec, KVSpec, MixedSpec, QuantSpec, RuleSpec, SmoothingSpec
-from qspec.schemes.build import build_plan, layer_scheme, needs_statistics, resolve_plan, scheme_label, validate_plan
+from qspec.scheme_table import IN_GROUPS, SCHEMES
+from qspec.schemes.build import build_plan, needs_statistics, resolve_plan, scheme_label, validate_plan
 
 ARCH = ArchMap(
     model_type="llama",
@@ -42,7 +43,7 @@ ARCH = ArchMap(
 )
 def test_schemes_are_the_presets_of_that_name(name: str, weight: tuple, activation: tuple | None):
     """Would catch a scheme name that means something else here than in compressed-tensors and vLLM."""
-    scheme = layer_scheme(name, 64)
+    scheme = SCHEMES[name].layer(64)
     assert (scheme.weight.fmt.name, scheme.weight.granularity, scheme.weight.dynamic) == weight
     found = scheme.activation and (scheme.activation.fmt.name, scheme.activation.granularity, scheme.activation.dynamic)
     assert found == activation
@@ -85,7 +86,7 @@ def test_8_bits_are_in_groups_where_a_size_stands_beside_them():
     assert plan.default.activation == TensorScheme(INT8, PerGroup(32), dynamic=True)
     solved = QuantSpec(group_size=32, mixed=MixedSpec(bits=6))
     assert list(map(scheme_label, candidate_schemes(solved).values())) == ["W4A16 g32", "W8A8", "none"]
-    assert [spec.int8_groups for spec in (solved, QuantSpec(rules=by_rule), QuantSpec(group_size=32))] == [
+    assert [IN_GROUPS in spec.modifiers for spec in (solved, QuantSpec(rules=by_rule), QuantSpec(group_size=32))] == [
         False,
         True,
         True,
@@ -173,7 +174,7 @@ def test_calibration_happens_when_something_needs_it(fields: dict, reasons: list
 def test_kl_is_for_whole_tensors():
     """Would catch `kl` on channels or groups, whose histograms are too thin, or on inputs without a stored range."""
     kl = Clip("kl")
-    found = {name: layer_scheme(name, 64, kl) for name in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16")}
+    found = {name: SCHEMES[name].layer(64, kl) for name in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16")}
     assert {name for name, scheme in found.items() if scheme and scheme.weight.clip == kl} == {"FP8"}
     clips = {name: scheme.activation.clip for name, scheme in found.items() if scheme and scheme.activation}
     assert [name for name, clip in clips.items() if clip == kl] == ["FP8"]
@@ -182,7 +183,7 @@ def test_kl_is_for_whole_tensors():
 @pytest.mark.parametrize("clip", [Clip("percentile", 99.0), Clip("mse")], ids=lambda clip: clip.method)
 def test_other_clips_are_for_weights(clip: Clip):
     """Would catch static input scales that change with a setting that was for weights."""
-    scheme = layer_scheme("FP8", clip=clip)
+    scheme = SCHEMES["FP8"].layer(clip=clip)
     assert scheme is not None
     assert scheme.activation is not None
     assert (scheme.weight.clip, scheme.activation.clip) == (clip, Clip())
@@ -190,7 +191,7 @@ def test_other_clips_are_for_weights(clip: Clip):
 
 def test_labels_tell_the_float_format():
     """Would catch a plan, or a report, that shows two formats as one."""
-    scheme = layer_scheme("FP8")
+    scheme = SCHEMES["FP8"].layer()
     assert scheme is not None
     assert scheme.activation is not None
     wide = replace(scheme, weight=replace(scheme.weight, fmt=FP8_E5M2))

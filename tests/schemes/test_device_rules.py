@@ -11,23 +11,17 @@ from qspec.plan import KVScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
 from qspec.schema.drafts import MlpDraft, SelfDraft
-from qspec.schema.quantization import KVSpec, ModelSpec, QuantSpec, RotationSpec
-from qspec.schema.recipe import EvaluationSpec, Recipe, TaskSpec
-from qspec.schemes.build import build_plan, layer_scheme
-from qspec.schemes.device_rules import (
-    Finding,
-    device_findings,
-    format_findings,
-    outlier_findings,
-    raise_refused,
-    rotation_findings,
-)
+from qspec.schema.quantization import KVSpec, ModelSpec, QuantSpec
+from qspec.schema.recipe import Recipe
+from qspec.scheme_table import MODIFIERS, SCHEMES, Modifier
+from qspec.schemes.build import build_plan
+from qspec.schemes.device_rules import Finding, device_findings, modifier_findings, raise_refused
 
 ARCH = ArchMap("qwen2", "Qwen2ForCausalLM", 1, 8, 8, 1, 1, 8, 8, 8, (1.0,) * 4, qkv_bias=True)
 
 
 def said(device: str, scheme: str = "none", kv: KVScheme | None = None, dtype: str = "auto") -> list[tuple[str, str]]:
-    found = device_findings(read_device(device), {"l": layer_scheme(scheme)}, kv, dtype, ARCH)
+    found = device_findings(read_device(device), {"l": SCHEMES[scheme].layer()}, kv, dtype, ARCH)
     return [(finding.level, str(finding)) for finding in found]
 
 
@@ -53,12 +47,15 @@ def test_scheme_rules(device: str, scheme: str, dtype: str, level: str, part: st
     assert [text for lev, text in said(device, scheme, None, dtype) if lev == level and part in text]
 
 
-@pytest.mark.parametrize(("device", "level"), [("cpu", "note"), ("h100", "refused")])
-def test_8_bits_in_groups_run_here_alone(device: str, level: str):
+@pytest.mark.parametrize(
+    ("device", "level", "fix"),
+    [("cpu", "note", " to serve it elsewhere"), ("h100", "refused", ", or set device: cpu")],
+)
+def test_8_bits_in_groups_run_here_alone(device: str, level: str, fix: str):
     """Would catch a checkpoint made for a server that stops at its groups."""
     scheme = build_plan(QuantSpec(group_size=32)).default
     (found,) = device_findings(read_device(device), {"l": scheme}, None)
-    assert (found.level, found.fix) == (level, "leave group_size out to serve it elsewhere")
+    assert (found.level, found.fix) == (level, f"leave group_size out{fix}")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +91,9 @@ def test_key_bias_warning_is_for_models_that_have_one():
 
 def test_first_refusal_is_raised_with_its_three_parts():
     """Would catch notes that stop a job, or a refusal that loses its fix on the way."""
-    findings = [*device_findings(read_device("cpu"), {"l": layer_scheme("FP8")}, None)]
+    findings = [*device_findings(read_device("cpu"), {"l": SCHEMES["FP8"].layer()}, None)]
     raise_refused(findings)
-    findings += device_findings(read_device("b200"), {"l": layer_scheme("W8A8")}, None)
+    findings += device_findings(read_device("b200"), {"l": SCHEMES["W8A8"].layer()}, None)
     with pytest.raises(RecipeError) as caught:
         raise_refused(findings)
     assert (caught.value.value, caught.value.fix) == ("W8A8 on b200 (SM100)", "use scheme: FP8_DYNAMIC")
@@ -104,8 +101,8 @@ def test_first_refusal_is_raised_with_its_three_parts():
 
 def test_all_refusals_come_at_once():
     """Would catch a second refusal that shows only after the first was mended, one a run."""
-    findings = [*device_findings(read_device("b200"), {"l": layer_scheme("W8A8")}, None)]
-    findings += device_findings(read_device("a100"), {"l": layer_scheme("FP8")}, KVScheme(FP8_E5M2, "tensor"))
+    findings = [*device_findings(read_device("b200"), {"l": SCHEMES["W8A8"].layer()}, None)]
+    findings += device_findings(read_device("a100"), {"l": SCHEMES["FP8"].layer()}, KVScheme(FP8_E5M2, "tensor"))
     with pytest.raises(RecipeError) as caught:
         raise_refused([*findings, *findings])
     assert str(caught.value).count("also refused: ") == 2
@@ -144,54 +141,33 @@ def test_mlp_speculators_need_the_plugin():
     assert "plugin" in finding.rule
 
 
+MODIFIED = {
+    "W8A8 in groups": {"scheme": "W8A8", "group_size": 32},
+    "outliers": {"scheme": "W8A8", "outliers": {"share": 0.5}},
+    "fp8_format adaptive": {"scheme": "FP8", "fp8_format": "adaptive"},
+    "rotation.r4": {"scheme": "W8A8", "rotation": {"r4": True}},
+}
+
+
 @pytest.mark.parametrize("half", ["target", "draft"])
-def test_outliers_run_here_only(half: str):
-    """Would catch a pair made for a GPU that nothing there can serve, or evaluated by transformers without outliers."""
-    sparse = {"scheme": "W8A8", "outliers": {"share": 0.5}}
+@pytest.mark.parametrize("modifier", MODIFIERS, ids=lambda modifier: modifier.name)
+def test_what_no_server_runs_is_told_and_refused_on_gpus(half: str, modifier: Modifier):
+    """Would catch a pair for a GPU that nothing there runs, or scores that transformers computes wrongly."""
     spec = {"target": {"model": "m"}, "draft": {"kind": "self"}, "name": "t"}
-    spec[half] = {**spec[half], "quantization": sparse}
-    r = Recipe.model_validate(spec)
-    assert list(outlier_findings(read_device("cpu"), r)) == []
-    (found,) = outlier_findings(read_device("h100"), r)
-    assert found.level == "refused"
-    assert "no server runs dense + sparse weights" in found.rule
-    r = Recipe.model_validate({**spec, "evaluation": {"tasks": [{"backends": ["hf"]}]}})
-    assert len(list(outlier_findings(read_device("cpu"), r))) == (half == "target")
-
-
-@pytest.mark.parametrize("half", ["target", "draft"])
-def test_transforms_at_run_time_run_here_only(half: str):
-    """Would catch a pair for a GPU that no runtime there computes, or scores of a half that hf computes wrongly."""
-    turned = QuantSpec(rotation=RotationSpec(r4=True))
-    specs = {"target": QuantSpec(), "draft": QuantSpec(), half: turned}
-    target, draft = ModelSpec(model="a", quantization=specs["target"]), specs["draft"]
-    made = Recipe(name="t", target=target, draft=SelfDraft(kind="self", quantization=draft))
-    (found,) = rotation_findings(read_device("h100"), made)
-    assert found.level == "refused"
-    assert not list(rotation_findings(read_device("cpu"), made))
-    tasks = EvaluationSpec(tasks=(TaskSpec(backends=("qspec", "hf")),))
-    served = list(rotation_findings(read_device("cpu"), made.model_copy(update={"evaluation": tasks})))
-    assert [finding.level for finding in served] == ["refused"] * (half == "target")
-
-
-@pytest.mark.parametrize("half", ["target", "draft"])
-def test_e5m2_runs_here_only(half: str):
-    """Would catch a pair made for a GPU whose server reads E5M2 codes as E4M3, or scored by a library that stops."""
-    adaptive = {"scheme": "FP8", "fp8_format": "adaptive"}
-    spec = {"target": {"model": "m"}, "draft": {"kind": "self"}, "name": "t"}
-    spec[half] = {**spec[half], "quantization": adaptive}
-    r = Recipe.model_validate(spec)
-    assert list(format_findings(read_device("cpu"), r)) == []
-    (found,) = format_findings(read_device("h100"), r)
-    assert found.level == "refused"
-    assert "on CPU only" in found.rule
-    r = Recipe.model_validate({**spec, "evaluation": {"tasks": [{"backends": ["hf"]}]}})
-    assert len(list(format_findings(read_device("cpu"), r))) == (half == "target")
+    spec[half] = {**spec[half], "quantization": MODIFIED[modifier.name]}
+    made = Recipe.model_validate(spec)
+    for device, level in (("cpu", "note"), ("h100", "refused")):
+        (found,) = modifier_findings(read_device(device), made)
+        assert (found.level, found.rule) == (level, modifier.rule)
+        assert found.value.startswith(f"{modifier.name} on {device}")
+    made = Recipe.model_validate({**spec, "evaluation": {"tasks": [{"backends": ["hf"]}]}})
+    levels = [finding.level for finding in modifier_findings(read_device("cpu"), made)]
+    assert levels == ["note", "refused"][: 1 + (half == "target" and modifier.transformers is not None)]
 
 
 def test_a_plan_with_e5m2_is_refused_on_gpus():
     """Would catch a resolved plan that slips past the recipe's own check."""
-    scheme = layer_scheme("FP8")
+    scheme = SCHEMES["FP8"].layer()
     assert scheme is not None
     wide = replace(scheme, weight=replace(scheme.weight, fmt=FP8_E5M2))
     assert [f.level for f in device_findings(read_device("h100"), {"a": wide}, None) if "E5M2" in f.rule] == ["refused"]

@@ -10,7 +10,8 @@ from qspec.plan import KVScheme
 from qspec.records import ArchMap
 from qspec.schema.drafts import MlpDraft
 from qspec.schema.quantization import ModelSpec, QuantSpec
-from qspec.schemes.build import build_plan, layer_scheme, resolve_plan
+from qspec.scheme_table import SCHEMES
+from qspec.schemes.build import build_plan, resolve_plan
 from qspec.schemes.footprint import Footprint, footprint, kv_bytes_per_token, mlp_footprint, weight_bytes
 
 TINY = ArchMap("qwen3_moe", "Qwen3MoeForCausalLM", 2, 8, 16, 2, 1, 4, 10, 32, (1.0, 1.0))
@@ -37,7 +38,7 @@ def half(model: str, scheme: str, kv: KVScheme | None = None) -> Footprint:
 )
 def test_bytes_of_one_matrix(scheme: str, expected: int):
     """Would catch forgotten scales, or 4-bit codes counted as bytes. Matrix 256 x 128, bfloat16, groups of 64."""
-    assert weight_bytes((256, 128), layer_scheme(scheme, 64), 2) == expected
+    assert weight_bytes((256, 128), SCHEMES[scheme].layer(64), 2) == expected
 
 
 def test_bytes_read_by_an_8b_model():
@@ -84,7 +85,7 @@ def test_mlp_speculator_has_the_published_number_of_parameters():
 
 def test_outliers_are_counted_with_their_indices():
     """Would catch a share that looks free: 1 % of 256 x 128 is 327 values of 16 bits with 16-bit indices, 257 ends."""
-    scheme = layer_scheme("W4A16", 64)
+    scheme = SCHEMES["W4A16"].layer(64)
     assert scheme is not None
     sparse = weight_bytes((256, 128), replace(scheme, outliers=1.0), 2) - weight_bytes((256, 128), scheme, 2)
     assert sparse == 327 * (2 + 2) + 257 * 4

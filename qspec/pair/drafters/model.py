@@ -12,9 +12,10 @@ from qspec.nn.engines import AnyDecoder
 from qspec.pair.drafters.kind import DraftKind, Shape, Snippet, Weights
 from qspec.pair.drafters.lookup import behind
 from qspec.records import ArchMap, LoadedModel, QuantizedModel
-from qspec.schema.devices import ADA, DeviceSheet, read_device
+from qspec.schema.devices import DeviceSheet, read_device
 from qspec.schema.drafts import ModelDraft, SelfDraft
 from qspec.schema.recipe import Recipe
+from qspec.scheme_table import ADA, SCHEMES
 from qspec.schemes.device_rules import Finding
 from qspec.schemes.exports import (
     HEAD,
@@ -81,7 +82,7 @@ class ModelKind(DraftKind[M], Generic[M]):
         length = recipe.speculation.draft_length
         config: dict[str, Any] = {"method": "draft_model", "model": folder, "num_speculative_tokens": length.k}
         config |= by_batch(length)
-        if self.spec.quantization.scheme != "none":
+        if SCHEMES[self.spec.quantization.scheme].weight is not None:
             config["quantization"] = "compressed-tensors"
         return config | {"kv_cache_dtype": self.kv_dtype(recipe)}
 

@@ -12,16 +12,16 @@ from qspec.numerics.quantization.affine import quantize_weight
 from qspec.numerics.quantization.outliers import split
 from qspec.ops.cpu import SparseLinear
 from qspec.records import QLinear
-from qspec.schemes.build import layer_scheme
+from qspec.scheme_table import SCHEMES
 
 K = 96
-SCHEMES = ("W8A8", "FP8", "FP8_DYNAMIC", "W4A16")
+NAMES = ("W8A8", "FP8", "FP8_DYNAMIC", "W4A16")
 
 
 def layer(n: int, name: str, share: float, seed: int = 0) -> tuple[QLinear, Tensor]:
     """A layer under a scheme and its float weight; static inputs have scale 1/64."""
     w_NK = torch.randn(n, K, generator=torch.Generator().manual_seed(seed)) ** 3
-    scheme = layer_scheme(name, 32)
+    scheme = SCHEMES[name].layer(32)
     assert scheme is not None
     weight, apart = scheme.weight, None
     dense_NK = w_NK
@@ -36,7 +36,7 @@ def inputs(t: int) -> Tensor:
     return torch.randn(t, K, generator=torch.Generator().manual_seed(9))
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_outliers_add_to_the_rounded_part(name: str) -> None:
     """Would catch a sparse part that is dropped, added twice, or given rounded inputs."""
     linear, _ = layer(32, name, 2.0)
@@ -47,7 +47,7 @@ def test_outliers_add_to_the_rounded_part(name: str) -> None:
     torch.testing.assert_close(merged_linear([linear], [None], torch.float32)(x_TK), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shares", [(1.0, 2.0, 1.0), (0.0, 2.0, 0.0)])
 def test_members_keep_their_own_outliers(name: str, shares: tuple[float, ...]) -> None:
     """Would catch rows of one member's sparse part that land in another's, or members without one that shift them."""
@@ -63,7 +63,7 @@ def test_members_keep_their_own_outliers(name: str, shares: tuple[float, ...]) -
     torch.testing.assert_close(merged, apart, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_kernels_equal_their_twins(name: str) -> None:
     """Would catch a fast path that computes another matrix than the eager one."""
     members = [layer(32, name, 2.0, i)[0] for i in range(2)]
@@ -104,7 +104,7 @@ def test_reduced_precision_inputs_come_back_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 2.0])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_in_a_range_are_the_same_rows_picked(name: str, share: float) -> None:
     """Would catch a range with scales, outliers or a bias of other rows than it has codes of."""
     linear = replace(layer(32, name, share)[0], bias=torch.arange(32.0))
