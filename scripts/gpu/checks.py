@@ -5,7 +5,7 @@ difference, and whether it is within the tolerance that stands beside its reason
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from qspec.nn.cuda.cache import CudaCache
 from qspec.nn.cuda.decoder import CudaDecoder, Pool
 from qspec.nn.cuda.loop import CudaLoop, Greedy, Rule, Sampled
 from qspec.nn.cuda.model import CudaModel
-from qspec.nn.cuda.offload import moved
 from qspec.nn.cuda.passes import Inputs, Passes
 from qspec.numerics.quantization.affine import quantize_weight
 from qspec.numerics.quantization.blocks import PerChannel, PerGroup
@@ -219,7 +218,19 @@ def _model(
     """A small one, of weights that are the same on every device."""
     source = gpu_models.random_source(torch.device("cpu"), dtype, seed)
     model = gpu_models.build(gpu_models.small(layers), scheme, source, torch.device("cpu"), dtype=dtype)
-    return moved(model, device)
+    found: CudaModel = _moved(model, device)
+    return found
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    """A dataclass whose tensors, however deep, lie on another device."""
+    if isinstance(part, Tensor):
+        return part.to(device)
+    if isinstance(part, tuple):
+        return tuple(_moved(x, device) for x in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{f.name: _moved(getattr(part, f.name), device) for f in fields(part)})
+    return part
 
 
 def _logits(scheme: str) -> Callable[[torch.device], Row]:

@@ -45,13 +45,6 @@ class CudaCache:
         for layer in self._layers:
             yield from (x[slot] for x in _memory(layer))
 
-    @staticmethod
-    def bytes_of(model: CudaModel, sequences: int, length: int) -> int:
-        """What a cache would take."""
-        a, width = model.arch, model.dtype.itemsize if model.kv is None else model.kv.storage.itemsize
-        scales = 4 if model.kv is not None and not model.kv_scales else 0
-        return 2 * sequences * a.n_layers * a.n_kv_heads * (length + 1) * (a.head_dim * width + scales)
-
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for slot in range(self.sequences) for x in self.stored(slot))

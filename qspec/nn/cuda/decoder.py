@@ -18,7 +18,6 @@ from qspec.errors import RecipeError
 from qspec.nn.cuda.cache import CudaCache
 from qspec.nn.cuda.loop import CudaLoop
 from qspec.nn.cuda.model import CudaModel, load
-from qspec.nn.cuda.offload import offloaded
 from qspec.nn.cuda.passes import NODES, Inputs, Passes, batch_bucket, head, row_bucket
 from qspec.nn.states import States
 from qspec.numerics.speculation.trees import Parents, check_path, depths
@@ -80,18 +79,13 @@ class CudaDecoder:
         max_length: int | None = None,
         sequences: int = 1,
         device: torch.device | str = "cuda",
-        memory_limit: int | None = None,
     ) -> Self:
         """Pack a model onto a device, with room for `sequences` of `max_length` positions; forks beyond make more.
 
-        memory_limit: bytes on the device that weights and cache may take; layers beyond it wait in host memory.
-        Raises `RecipeError` for what `model.obstacle` names, and for a limit that is too small.
+        Raises `RecipeError` for what `model.obstacle` names.
         """
         place, length = torch.device(device), max_length or model.arch.max_positions
-        packed = load(model, place if memory_limit is None else torch.device("cpu"), dtype)
-        if memory_limit is not None:
-            packed = offloaded(packed, place, memory_limit - CudaCache.bytes_of(packed, sequences, length))
-        return cls(Pool(packed, length, sequences))
+        return cls(Pool(load(model, place, dtype), length, sequences))
 
     @cached_property
     def slot(self) -> int:
