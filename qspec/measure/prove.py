@@ -15,7 +15,7 @@ from torch import Tensor
 from qspec.measure.arm import Arm, Request
 from qspec.nn.lm import LM
 from qspec.numerics.speculation.trees import children
-from qspec.numerics.statistics.exactness import detectable_shift, excess_p
+from qspec.numerics.statistics.fidelity import detectable_shift, excess_p
 from qspec.progress import Progress
 from qspec.schema.results import Marginals
 from qspec.speculation.engine import generate

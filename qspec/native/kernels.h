@@ -91,8 +91,6 @@ struct Kernels {
   // span.end + 16 floats.
   void (*attend)(int kind, HeadCache cache, const float* q, int dim, const Span& span, float scale, float cap,
                  float* scores, float* y);
-  // Sum of `count` floats, a multiple of 64, read as fast as memory gives them.
-  float (*read)(const float* data, int64_t count);
   // Copy a position's key and value over another one's.
   void (*move_position)(int kind, HeadCache cache, int dim, int from, int to);
   // x becomes cap * tanh(factor * x / cap).

@@ -84,19 +84,6 @@ void embed(const Matrix& m, bool in_panels, int64_t token, float factor, float* 
   }
 }
 
-// Four streams, as a tile of weights is read.
-float read(const float* data, int64_t count) {
-  const int64_t part = count / 4;
-  F8 sums[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-  for (int64_t i = 0; i < part; i += 16)
-    UNROLL for (int s = 0; s < 4; ++s) {
-      const float* at = data + s * part + i;
-      __builtin_prefetch(at + 1024);
-      sums[s] = sums[s] + (load(at) + load(at + 8));
-    }
-  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-}
-
 // ---- matmul ---------------------------------------------------------------------------------------------------------
 //
 // A tile is P panels by R rows, with P * R accumulators in registers: per input k, P weight vectors are loaded (and
@@ -450,8 +437,8 @@ void move_position(int kind, HeadCache c, int dim, int from, int to) {
 namespace qspec {
 namespace {
 const Kernels TABLE = {QSPEC_NAME, embed,  norm,      quantize_int8, round_fp8, matmul,
-                       gate,       rotate, store_key, store_value,   attend,    read,
-                       move_position, soft_cap, exp_sum};
+                       gate,       rotate, store_key, store_value,   attend,    move_position,
+                       soft_cap, exp_sum};
 }
 extern const Kernels* const QSPEC_TABLE;
 const Kernels* const QSPEC_TABLE = &TABLE;

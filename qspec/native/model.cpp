@@ -775,19 +775,3 @@ QSPEC_API int qspec_linear(Pool* pool, const char* isa, const qspec::Weight* w, 
   });
   return kernels && done;
 }
-
-// Sum of a plain read of `count` floats by all threads: what memory gives at best, the ceiling of decoding. Without
-// memory for their sums it is 0.
-QSPEC_API float qspec_read(Pool* pool, const float* data, int64_t count) {
-  float total = 0;
-  qspec::guarded([&] {
-    const qspec::Kernels& run = *qspec::kernels_named(nullptr);
-    std::vector<float> sums(pool->size());
-    pool->run([&](int thread) {
-      const int64_t n = pool->size(), begin = count * thread / n / 64 * 64, end = count * (thread + 1) / n / 64 * 64;
-      sums[thread] = run.read(data + begin, end - begin);
-    });
-    for (float s : sums) total += s;
-  });
-  return total;
-}

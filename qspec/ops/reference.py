@@ -72,8 +72,3 @@ def is_int8_grouped(weight: QTensor, activation: TensorScheme) -> bool:
         return False
     grouped = isinstance(weight.granularity, PerGroup)
     return grouped and (isinstance(activation.granularity, PerToken) or activation.granularity == weight.granularity)
-
-
-def decode_fp8(codes: Tensor) -> Tensor:
-    """float8 codes to float32."""
-    return codes.float()

@@ -30,10 +30,10 @@ from qspec.pair.drafters.registry import (
 )
 from qspec.pair.head import check_scales
 from qspec.pair.text_stream import TextStream
+from qspec.readable import parse_bytes
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.manifest import Manifest
 from qspec.schema.recipe import MOST_SEED, Dtype, Recipe
-from qspec.schema.sizes import parse_bytes
 from qspec.schemes.footprint import decoder_need
 from qspec.speculation import engine
 from qspec.speculation.batch import Prompt, generate_batch as run_batch

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qspec.bridges.compressed import lint_scale
 from qspec.numerics.quantization.affine import tensor_amax
+from qspec.numerics.quantization.codes import symmetric_scale
 from qspec.numerics.quantization.formats import FP8_E4M3, NumFormat
-from qspec.numerics.quantization.kv import static_scale
 from qspec.plan import KVScheme
 from qspec.records import ArchMap, LayerStats, LoadedModel, layer_number
 
@@ -109,4 +109,4 @@ def _calibrated(layer: str, heads: int, side: _Side, notes: list[str]) -> Tensor
         known = (largest, "its largest head") if largest > 0 else largest_seen(layer, side.amax_H, side.fmt.qmax)
         notes.append(f"{layer}: {side.kind} heads without range in calibration; their scale comes from {known[1]}.")
         seen = torch.where(seen > 0, seen, known[0])
-    return static_scale(seen if side.granularity == "head" else seen.amax().reshape(1), side.fmt)
+    return symmetric_scale(seen if side.granularity == "head" else seen.amax().reshape(1), side.fmt)

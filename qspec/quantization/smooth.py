@@ -8,8 +8,15 @@ from torch import Tensor
 
 from qspec.errors import RecipeError
 from qspec.numerics.quantization.affine import quantize_weight
-from qspec.numerics.quantization.folding import divide_gain, divide_rows, fold_norm, scale_columns
-from qspec.numerics.quantization.smoothing import search_strength, smoothing_scale, weights_amax
+from qspec.numerics.quantization.smoothing import (
+    divide_gain,
+    divide_rows,
+    fold_norm,
+    scale_columns,
+    search_strength,
+    smoothing_scale,
+    weights_amax,
+)
 from qspec.ops.reference import fake_quantize
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.records import FUSED_GROUPS, LAYER_LINEARS, ArchMap, LayerStats, LoadedModel

@@ -9,7 +9,7 @@ import pytest
 
 from qspec.bridges import harness
 from qspec.bridges.harness import models, scores, tasks
-from qspec.bridges.harness.code import passes
+from qspec.bridges.harness.definitions import passes
 from qspec.bridges.harness.engine import Engine
 from qspec.bridges.harness.prompts import CHAT
 from qspec.bridges.harness.served import Served
@@ -152,7 +152,7 @@ def test_code_is_run_only_where_it_is_allowed(data_dir: Path, monkeypatch: pytes
 
 def test_programs_are_judged_by_how_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch failed assertions and endless loops that pass, and programs that see this process's secrets."""
-    monkeypatch.setattr("qspec.bridges.harness.code.SECONDS", 2)
+    monkeypatch.setattr("qspec.bridges.harness.definitions.SECONDS", 2)
     monkeypatch.setenv("SECRET", "x")
     assert passes("import os\nassert 1 + 1 == 2 and 'SECRET' not in os.environ")
     assert not passes("assert 1 + 1 == 3")

@@ -9,7 +9,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from qspec.nn.cpp.decoder import NativeDecoder
-from qspec.nn.cpp.interface import instruction_sets, native_linear
+from qspec.nn.cpp.interface import NativeLinear, instruction_sets
 from qspec.nn.cpp.weights import Packed
 from qspec.ops import native_library, reference
 
@@ -65,7 +65,7 @@ def test_groups_equal_their_twin(bits: int, group: int, half: bool, asymmetric: 
     want = reference.grouped_int8_linear(x_TK, codes_NK, scale_NG, zero_NG, inputs == GROUP)
     for isa in instruction_sets():
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 19):
-            assert torch.equal(native_linear(packed, x_TK[:rows], isa), want[:rows]), (isa, rows)
+            assert torch.equal(NativeLinear(packed, isa)(x_TK[:rows]), want[:rows]), (isa, rows)
 
 
 def test_given_scales_reach_minus_128() -> None:
@@ -76,7 +76,7 @@ def test_given_scales_reach_minus_128() -> None:
     want = codes_NK.sum(1) * -128.0 * torch.tensor(0.01)
     for isa in instruction_sets():
         for rows in (1, 4, 9):
-            assert torch.equal(native_linear(packed, torch.full((rows, 64), -9.0), isa), want.expand(rows, 8)), isa
+            assert torch.equal(NativeLinear(packed, isa)(torch.full((rows, 64), -9.0)), want.expand(rows, 8)), isa
 
 
 def test_other_instruction_sets_by_emulation(tmp_path: Path) -> None:

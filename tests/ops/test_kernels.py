@@ -96,7 +96,7 @@ def test_fp8_decoded_weights_equal_their_twin(
 def test_fp8_decode_equals_torch_for_every_code() -> None:
     """Catches a wrong bit in any of the 254 finite codes, subnormals and both zeros included."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    want = reference.decode_fp8(codes)
+    want = codes.float()
     finite = want.isfinite()
     assert int(finite.sum()) == 254
     assert torch.equal(cpu.decode_fp8_e4m3(codes)[finite], want[finite])

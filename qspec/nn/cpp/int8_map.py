@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.cpp.interface import NativeLinear
-from qspec.nn.cpp.weights import Packed
+from qspec.nn.cpp.weights import Packed, pack_linears
 from qspec.numerics.quantization.affine import QTensor, quantize_weight
 from qspec.numerics.quantization.blocks import PerChannel, PerToken
 from qspec.numerics.quantization.formats import INT8
@@ -24,7 +24,7 @@ class Int8Map(nn.Module):
         self.weight = weight
         self._run: Linear
         if NativeDecoder.missing() is None:
-            self._run = NativeLinear(QLinear(weight, INPUTS, None, None))
+            self._run = NativeLinear(pack_linears([QLinear(weight, INPUTS, None, None)], [None]))
         else:
             self._run = prepare(weight, INPUTS, None, torch.float32)
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from qspec.errors import IntegrityError
-from qspec.nn.cpp.weights import Packed, pack_linears
+from qspec.nn.cpp.weights import Packed
 from qspec.ops import native_library
 from qspec.ops.native_library import NoLibrary
-from qspec.records import QLinear
 
 
 class Shape(ctypes.Structure):
@@ -229,7 +228,6 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
             [c_void_p, c_void_p, POINTER(c_int64), c_int, POINTER(c_int32), c_int, CHOOSE, c_void_p, c_void_p],
         ),
         "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
-        "qspec_read": (c_float, [c_void_p, c_void_p, c_int64]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
@@ -248,34 +246,16 @@ def instruction_sets() -> list[str]:
 
 
 class NativeLinear:
-    """A quantized layer without bias on one thread, for what is too small to share out."""
+    """Packed layers without bias on one thread, for what is too small to share out. isa: an instruction set by name."""
 
-    def __init__(self, linear: QLinear) -> None:
+    def __init__(self, packed: Packed, isa: str | None = None) -> None:
         """Raises `NoLibrary` where there is no library."""
-        self.packed = pack_linears([linear], [None])
-        self._lib, self._pool, self._matrix = library(), pool_of(1), matrix_of(self.packed)
+        self.packed, self._isa = packed, None if isa is None else isa.encode()
+        self._lib, self._pool, self._matrix = library(), pool_of(1), matrix_of(packed)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        x_TK, y_TN = x_TK.contiguous(), torch.empty(len(x_TK), self.packed.n)
-        rows, y = len(x_TK), y_TN.data_ptr()
-        x = floats(x_TK, rows * self.packed.k)
-        if not self._lib.qspec_linear(self._pool.handle, None, byref(self._matrix), x, rows, y):
+        x_TK, y_TN = x_TK.float().contiguous(), torch.empty(len(x_TK), self.packed.n)
+        x, y = floats(x_TK, len(x_TK) * self.packed.k), y_TN.data_ptr()
+        if not self._lib.qspec_linear(self._pool.handle, self._isa, byref(self._matrix), x, len(x_TK), y):
             raise failure("a matmul")
         return y_TN
-
-
-def native_linear(packed: Packed, x_TK: Tensor, isa: str | None = None) -> Tensor:
-    """One matmul of the library `[T, N]`, for comparison with `ops.reference`."""
-    lib, pool, matrix = library(), pool_of(1), matrix_of(packed)
-    x_TK, y_TN = x_TK.float().contiguous(), torch.empty(len(x_TK), packed.n)
-    name = None if isa is None else isa.encode()
-    x = floats(x_TK, len(x_TK) * packed.k)
-    if not lib.qspec_linear(pool.handle, name, byref(matrix), x, len(x_TK), y_TN.data_ptr()):
-        raise failure(f"one matmul by {isa}")
-    return y_TN
-
-
-def read_floats(data: Tensor, threads: int) -> float:
-    """Sum of float32 `data` with as little work as reading takes: times the memory that decoding is bound by."""
-    pool = pool_of(threads)
-    return float(library().qspec_read(pool.handle, data.data_ptr(), data.numel()))

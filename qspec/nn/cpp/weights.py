@@ -11,8 +11,8 @@ from qspec.errors import IntegrityError
 from qspec.numerics.quantization.affine import QTensor
 from qspec.numerics.quantization.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8
-from qspec.numerics.quantization.kv import pack_nibbles
 from qspec.numerics.quantization.outliers import concatenated, nothing
+from qspec.numerics.quantization.packing import pack_nibbles
 from qspec.plan import TensorScheme
 from qspec.records import QLinear
 

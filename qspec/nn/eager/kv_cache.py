@@ -13,8 +13,8 @@ from torch import Tensor
 
 from qspec.nn.eager.kv_codes import ChannelCodes, Codes, FloatCodes, StaticCodes, TokenCodes
 from qspec.nn.eager.kv_window import Windowed
-from qspec.numerics.quantization import kv
 from qspec.numerics.quantization.formats import FP8_E4M3
+from qspec.numerics.quantization.kv_blocks import dequantize, quantize_static
 from qspec.plan import KVPart, KVScheme
 from qspec.records import ArchMap, layer_number
 
@@ -146,7 +146,7 @@ class QuantizedKVCache:
         scale = self._q_scale[layer] if self._q_scale else None
         if scale is None:
             return q_HTD
-        return kv.dequantize(kv.quantize_static(q_HTD, scale, FP8_E4M3), scale).to(q_HTD.dtype)
+        return dequantize(quantize_static(q_HTD, scale, FP8_E4M3), scale).to(q_HTD.dtype)
 
     def codes(self, start: int) -> list[Tensor]:
         """What a token at `start` reads as codes (scales and outliers too), for comparison."""

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qspec.numerics.quantization import kv
 from qspec.numerics.quantization.formats import FP8_E4M3, NumFormat
-from qspec.numerics.quantization.kv_blocks import BlockCode, largest, outlier_count, put_back, without
+from qspec.numerics.quantization.kv_blocks import BlockCode, largest, outlier_count, put_back, quantize_static, without
+from qspec.numerics.quantization.packing import pack_nibbles, unpack_nibbles
 from qspec.ops.cpu import decode_fp8_e4m3
 from qspec.plan import KVPart
 
@@ -61,7 +61,7 @@ class StaticCodes:
 
     def write(self, start: int, x_PTD: Tensor) -> None:
         end = start + x_PTD.shape[-2]
-        self._codes[..., start:end, :] = kv.quantize_static(x_PTD, self._scale, self._fmt)
+        self._codes[..., start:end, :] = quantize_static(x_PTD, self._scale, self._fmt)
 
     def read(self, end: int) -> Tensor:
         return _as_float(self._codes[..., :end, :]) * self._scale
@@ -193,11 +193,11 @@ def _empty(shape: Sequence[int], fmt: NumFormat) -> Tensor:
 
 
 def _packed(codes: Tensor, fmt: NumFormat) -> Tensor:
-    return kv.pack_nibbles(codes) if fmt.bits == 4 else codes
+    return pack_nibbles(codes) if fmt.bits == 4 else codes
 
 
 def _unpacked(codes: Tensor, fmt: NumFormat) -> Tensor:
-    return kv.unpack_nibbles(codes) if fmt.bits == 4 else codes
+    return unpack_nibbles(codes) if fmt.bits == 4 else codes
 
 
 def _as_float(codes: Tensor) -> Tensor:

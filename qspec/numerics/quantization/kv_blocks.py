@@ -71,6 +71,16 @@ class BlockCode:
         return dequantize_blocks(codes, scales, None)
 
 
+def quantize_static(x_HTD: Tensor, scale: Tensor, fmt: NumFormat) -> Tensor:
+    """Codes `[H, T, D]` under a stored scale `[1]`, `[H]` or one that broadcasts; values past its range saturate."""
+    return quantize_blocks(x_HTD, _over_heads(scale), None, fmt)
+
+
+def dequantize(codes_HTD: Tensor, scale: Tensor) -> Tensor:
+    """Float32 values of codes under a scale `[1]`, `[H]` or `[H, T, 1]`."""
+    return dequantize_blocks(codes_HTD, _over_heads(scale), None)
+
+
 def outlier_count(percent: float, size: int) -> int:
     """How many of `size` values are kept apart: at least `percent`, a whole number."""
     return math.ceil(size * percent / 100 - 1e-9)
@@ -92,6 +102,11 @@ def without(x: Tensor, outliers: Tensor) -> Tensor:
 def put_back(x: Tensor, values: Tensor, index: Tensor) -> Tensor:
     """`[…, N]` with the values of `largest` where they were."""
     return x.scatter(-1, index.long(), values.float())
+
+
+def _over_heads(scale: Tensor) -> Tensor:
+    """A scale that broadcasts over `[H, T, D]`."""
+    return scale if scale.dim() >= 3 else scale.reshape(-1, 1, 1)
 
 
 def _encode_affine(x: Tensor, fmt: NumFormat) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""INT4 codes, eight to an int32: the `pack-quantized` layout of compressed-tensors.
+"""INT4 codes, eight to a word on disk, and two to a byte in the C++ core and in KV caches.
 
-Code `k` of a row sits in bits `4*(k % 8) … +3` of word `k // 8`, as `code + 8`. A short last word is filled with
-zero bits.
+Words are the `pack-quantized` layout of compressed-tensors: code `k` of a row sits in bits `4*(k % 8) … +3` of word
+`k // 8`, as `code + 8`. A short last word is filled with zero bits.
 """
 
 import torch
@@ -25,6 +25,18 @@ def unpack_int4(packed: Tensor, k: int) -> Tensor:
     """The int8 codes `[N, k]` of `pack_int4`'s words."""
     nibbles = (packed.unsqueeze(-1) >> _shifts(packed.device)) & 0xF
     return (nibbles.reshape(packed.shape[0], -1)[:, :k] - OFFSET).to(torch.int8)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """INT4 codes `[…, D]` (int8 in [-8, 7], D even) to bytes `[…, D / 2]`: channel 2i low, 2i + 1 high."""
+    low, high = codes[..., ::2], codes[..., 1::2]
+    return ((high << 4) | (low & 0xF)).view(torch.uint8)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The int8 codes `[…, D]` of `pack_nibbles`' bytes; shifts of int8 carry the sign."""
+    pair = packed.view(torch.int8)
+    return torch.stack(((pair << 4) >> 4, pair >> 4), -1).flatten(-2)
 
 
 def _shifts(device: torch.device) -> Tensor:

@@ -107,11 +107,6 @@ def hadamard_transform(x: Tensor, row_exact: bool = True) -> Tensor:
     return (y.reshape(x.shape) / math.sqrt(size)).to(x.dtype)
 
 
-def hadamard_transform_reference(x: Tensor) -> Tensor:
-    """Eager twin of `hadamard_transform`: one product with the matrix."""
-    return x @ (hadamard_matrix(x.shape[-1]) / math.sqrt(x.shape[-1])).to(x.dtype)
-
-
 def _times_signs(x: Tensor, signs_SS: Tensor) -> Tensor:
     """`x signs` for a matrix of ±1, summed in the order of its rows."""
     y = x[..., :1] * signs_SS[0]

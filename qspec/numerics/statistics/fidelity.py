@@ -1,6 +1,12 @@
-"""How close two models are (per token), and how sure a measured difference is. Laws are over the vocabulary."""
+"""How close two models are (per token), how sure a measured difference is, and whether tokens follow their law.
 
-from collections.abc import Callable
+Laws are over the vocabulary. Every sampled token is drawn from a law that is known, so the chance that it falls into a
+set which was fixed before the draw is known too. The number that do is a sum of Bernoulli variables, whose law is exact
+for any chances (Poisson binomial).
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 import math
 from typing import Any
 
@@ -11,6 +17,8 @@ ROWS = 64
 """Tokens worked on at once, to bound float64 temporaries over large vocabularies."""
 RESAMPLES = 100
 """Resamples worked on at once, to bound memory over many values."""
+STEPS = 1000
+"""A shift of chances is found to so many parts of 1."""
 
 
 def kl_divergence(logits_p_TV: Tensor, logits_q_TV: Tensor) -> Tensor:
@@ -68,6 +76,32 @@ def wilson_interval(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
         return 0.0, 1.0
     ci = stats.binomtest(k, n).proportion_ci(level, method="wilson")
     return float(ci.low), float(ci.high)
+
+
+def excess_p(inside: Sequence[bool], chances: Sequence[float]) -> float:
+    """Two-sided chance of as many tokens inside their sets, or of a rarer number; 1 without tokens."""
+    from scipy import stats
+
+    if not chances:
+        return 1.0
+    law, count = stats.poisson_binom(list(chances)), sum(inside)
+    return min(1.0, 2 * float(min(law.cdf(count), law.sf(count - 1))))
+
+
+def detectable_shift(chances: Sequence[float], level: float, power: float = 0.8) -> float:
+    """Smallest rise of every chance (a total variation) that `excess_p` finds below `level` with `power`; 1: none."""
+    from scipy import stats
+
+    if not chances:
+        return 1.0
+    law, most = stats.poisson_binom(list(chances)), len(chances)
+    first = bisect_right(range(most + 1), -level / 2, key=lambda count: -float(law.sf(count - 1)))
+
+    def found(step: int) -> bool:
+        moved = [min(1.0, chance + step / STEPS) for chance in chances]
+        return first <= most and float(stats.poisson_binom(moved).sf(first - 1)) >= power
+
+    return bisect_left(range(STEPS), True, key=found) / STEPS
 
 
 def _by_rows(f: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:

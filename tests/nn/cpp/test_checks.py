@@ -13,7 +13,7 @@ from qspec.errors import IntegrityError
 from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.cpp.heads import NativeHeads
 from qspec.nn.cpp.int8_map import INPUTS, Int8Map
-from qspec.nn.cpp.interface import Layer, NativeLinear, Part, Piece, Shape, failure, matrix_of, native_linear
+from qspec.nn.cpp.interface import Layer, NativeLinear, Part, Piece, Shape, failure, matrix_of
 from qspec.nn.cpp.model import Source, shape_of
 from qspec.nn.cpp.weights import Packed, pack_linears
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, swap_linears
@@ -201,7 +201,7 @@ def test_columns_lie_among_the_inputs(change: str) -> None:
     }[change]
     array[at] = value
     with pytest.raises(IntegrityError, match="sparse matrix"):
-        native_linear(packed, torch.ones(1, 32))
+        NativeLinear(packed)(torch.ones(1, 32))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_arrays_are_as_long_as_they_are_read(change: dict[str, Any]) -> None:
 
 def test_inputs_are_as_long_as_they_are_read() -> None:
     """Would catch rows of another width, of which a matmul would read the memory behind."""
-    linear = NativeLinear(a_weight())
+    linear = NativeLinear(pack_linears([a_weight()], [None]))
     assert linear(torch.ones(2, 32)).shape == (2, 64)
     for x_TK in (torch.ones(2, 31), torch.ones(2, 32).double()):
         with pytest.raises(IntegrityError, match="reads 64 floats"):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from qspec.bridges.hf import load_folder
 from qspec.nn.cpp.decoder import NativeDecoder
-from qspec.nn.cpp.interface import instruction_sets, native_linear
+from qspec.nn.cpp.interface import NativeLinear, instruction_sets
 from qspec.nn.cpp.weights import linear_obstacle, pack_linears
 from qspec.nn.eager.decoder import Decoder
 from qspec.nn.eager.linear import merged_linear
@@ -154,7 +154,7 @@ def test_int8_products_are_exact(n: int, k: int, isa: str) -> None:
     x_TK[3] = x_TK[3].sign()  # all codes ±127
     x_TK[4] = 0
     x_TK[5] = (torch.arange(k) % 7).float() * 0.5  # ties
-    got = native_linear(pack_linears([linear], [None]), x_TK, one_of(isa))
+    got = NativeLinear(pack_linears([linear], [None]), one_of(isa))(x_TK)
     assert torch.equal(got, reference.int8_linear(x_TK, linear.weight.codes, linear.weight.scale))
 
 
@@ -187,7 +187,7 @@ def test_every_format_equals_its_reference(
     linear = layer(44, 384, fmt, gran, activation)
     x_TK = torch.randn(7, 384)
     x_TK[2] *= 1e-3
-    got = native_linear(pack_linears([linear], [None]), x_TK, one_of(isa))
+    got = NativeLinear(pack_linears([linear], [None]), one_of(isa))(x_TK)
     want = reference.linear(x_TK, linear.weight, activation, linear.input_scale)
     if activation is not None and reference.is_int8_grouped(linear.weight, activation):
         assert torch.equal(got, want)
@@ -204,7 +204,7 @@ def test_scales_are_halved_only_where_nothing_is_lost() -> None:
     packed = pack_linears([exact], [None])
     assert (packed.scale is None, packed.half_scale) == (False, None)
     x_TK = torch.randn(3, 64)
-    assert torch.equal(native_linear(packed, x_TK), reference.linear(x_TK, exact.weight, exact.activation, None))
+    assert torch.equal(NativeLinear(packed)(x_TK), reference.linear(x_TK, exact.weight, exact.activation, None))
 
 
 def test_zero_points_of_merged_layers() -> None:
@@ -215,7 +215,7 @@ def test_zero_points_of_merged_layers() -> None:
     members = [skewed, layer(16, 64, INT4, PerGroup(32), inputs)]
     x_TK = torch.randn(3, 64)
     want = [reference.linear(x_TK, member.weight, member.activation, None) for member in members]
-    assert torch.equal(native_linear(pack_linears(members, [None, None]), x_TK), torch.cat(want, 1))
+    assert torch.equal(NativeLinear(pack_linears(members, [None, None]))(x_TK), torch.cat(want, 1))
 
 
 @pytest.mark.parametrize("scheme", ["none", *SCHEMES])
@@ -334,7 +334,7 @@ def test_outliers_of_merged_rows(paired: bool) -> None:
     members = [with_outliers(layer(n, 64, INT4, PerGroup(32), None)) for n in ((24, 24) if paired else (24, 13))]
     members[1] = replace(members[1], outliers=None) if paired else members[1]
     x_TK = torch.randn(5, 64)
-    got = native_linear(pack_linears(members, [None, None], paired), x_TK)
+    got = NativeLinear(pack_linears(members, [None, None], paired))(x_TK)
     parts = [merged_linear([m], [None], torch.float32, "reference")(x_TK) for m in members]
     want = torch.cat([F.pad(y_TN, (0, -y_TN.shape[1] % 8)) for y_TN in parts], 1)
     if paired:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qspec.nn.eager.kv_cache import FloatKVCache, KVCache, QuantizedKVCache
 from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, NumFormat
-from qspec.numerics.quantization.kv import dequantize, quantize_static
+from qspec.numerics.quantization.kv_blocks import dequantize, quantize_static
 from qspec.plan import KVPart, KVScheme
 from qspec.records import ArchMap
 from qspec.schemes.footprint import kv_bytes_per_token, kv_window_bytes

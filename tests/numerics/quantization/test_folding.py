@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.numerics.quantization.folding import divide_gain, divide_rows, fold_norm, scale_columns
+from qspec.numerics.quantization.smoothing import divide_gain, divide_rows, fold_norm, scale_columns
 
 # float64: sums of 16 products of about 1, each good to 1.1e-16.
 EXACT = 1e-13

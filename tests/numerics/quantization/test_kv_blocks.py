@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8, NumFormat
-from qspec.numerics.quantization.kv import pack_nibbles, unpack_nibbles
 from qspec.numerics.quantization.kv_blocks import CUTS, BlockCode, largest, outlier_count, put_back, without
+from qspec.numerics.quantization.packing import pack_nibbles, unpack_nibbles
 
 CODES = [
     BlockCode(fmt, piecewise, offset)

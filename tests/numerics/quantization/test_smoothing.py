@@ -10,9 +10,14 @@ from torch import Tensor
 from qspec.numerics.quantization.affine import quantize_activation_dynamic, quantize_weight
 from qspec.numerics.quantization.blocks import PerChannel
 from qspec.numerics.quantization.codes import dequantize_blocks
-from qspec.numerics.quantization.folding import scale_columns
 from qspec.numerics.quantization.formats import INT8
-from qspec.numerics.quantization.smoothing import output_error, search_strength, smoothing_scale, weights_amax
+from qspec.numerics.quantization.smoothing import (
+    output_error,
+    scale_columns,
+    search_strength,
+    smoothing_scale,
+    weights_amax,
+)
 
 GRID = (0.0, 0.25, 0.5, 0.75)
 amaxes = st.lists(st.floats(0, 1e4, width=32), min_size=4, max_size=4).map(torch.tensor)

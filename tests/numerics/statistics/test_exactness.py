@@ -6,7 +6,7 @@ import math
 import pytest
 from scipy import stats
 
-from qspec.numerics.statistics.exactness import detectable_shift, excess_p
+from qspec.numerics.statistics.fidelity import detectable_shift, excess_p
 
 
 def test_p_is_that_of_enumeration() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from qspec.errors import RecipeError
-from qspec.schema.sizes import parse_bytes
+from qspec.readable import parse_bytes
 
 
 @pytest.mark.parametrize(
