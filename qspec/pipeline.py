@@ -1,13 +1,14 @@
 """The main job: recipe in, proven pair and report out. It reads top to bottom; every value is made once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 import shutil
-from typing import TypeVar
 
 from qspec.bridges import compressed
 from qspec.errors import OutputError, RecipeError
+from qspec.kept import Kept
 from qspec.measure.arm import Arm
 from qspec.measure.arms import Arms, Originals, load_originals, measure_accuracy, original_runs, own_arms, provenance_of
 from qspec.measure.bench import bench
@@ -17,7 +18,7 @@ from qspec.models.load import load, resolve_model, source_dtype
 from qspec.models.vocab import limited
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import engine_name, gpu_for
-from qspec.pair.check import check, measured, read_manifest
+from qspec.pair.check import check, half_digests, measured, read_manifest
 from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package, refuse_guessed, seal, tidy
 from qspec.planning.planned import PlannedPair, plan_half
@@ -43,14 +44,12 @@ from qspec.schema.drafts import DraftSpec, MlpDraft, ModelDraft
 from qspec.schema.manifest import Manifest
 from qspec.schema.quantization import ModelSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe, TaskSpec
-from qspec.schema.results import Accuracy, Record, Results, Speed
+from qspec.schema.results import Accuracy, Results, Speed
 from qspec.schemes.build import validate_plan
 from qspec.schemes.device_rules import raise_refused
 from qspec.train.head import train_head
 from qspec.train.model import distill
-from qspec.train.processes import barrier, processes
-
-R = TypeVar("R", bound=Record)
+from qspec.train.processes import first_makes, processes
 
 TRAINERS: dict[type[DraftSpec], Callable[..., Path]] = {MlpDraft: train_head, ModelDraft: distill}
 
@@ -130,10 +129,12 @@ def _make(
         progress.stage("package and verify")
         package(target, draft, recipe, out, originals.head)
     arms = Arms(recipe, originals, open_pair(pair))
-    accuracy = _kept(out / "work/accuracy.json", Accuracy, lambda: measure_accuracy(arms, out / "work", progress))
+    kept, key = Kept(out / "work"), [recipe.as_dict(), half_digests(arms.pair.manifest)]
+    found = kept.value("accuracy", key, lambda: measure_accuracy(arms, out / "work", progress).model_dump(mode="json"))
+    accuracy = Accuracy.model_validate(found)
     speed = None
     if recipe.benchmark and (recipe.device == "cpu" or isinstance(arms.pair.target, CudaDecoder)):
-        speed = _kept(out / "work/speed.json", Speed, lambda: _bench(arms, progress))
+        speed = Speed.model_validate(kept.value("speed", key, lambda: _bench(arms, progress).model_dump(mode="json")))
     engine = engine_name(arms.pair.target)
     results = results_of(arms.pair.manifest, recipe, accuracy, speed, engine=engine)
     results = results.model_copy(update={"limits": (*results.limits, *(f"Warned of: {told}" for told in warnings))})
@@ -166,12 +167,12 @@ def quantize_halves(
 ) -> tuple[QuantizedModel, QuantizedModel | None]:
     """Both halves under their plans; each is kept in `work` when it is done, so that a resumed run reads it back."""
     text = Calibration(recipe.calibration, originals.target.tokenizer, recipe.seed, progress)
-    target = quantized_half(recipe, recipe.target.quantization, originals.target, text, work / "target")
+    target = compressed.read(quantized_half(recipe, recipe.target.quantization, originals.target, text, work, "target"))
     if originals.draft is None:
         return target, None
     spec, size = recipe.draft.quantized, recipe.draft.head_rows
     assert spec is not None, f"a draft of kind {recipe.draft.kind} is no model"
-    draft = quantized_half(recipe, spec, originals.draft, text, work / "draft")
+    draft = compressed.read(quantized_half(recipe, spec, originals.draft, text, work, "draft"))
     return target, limited(draft, size, text.rows) if size else draft
 
 
@@ -191,11 +192,8 @@ def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = Non
     model = load(recipe.target)
     text = Calibration(recipe.calibration, model.tokenizer, recipe.seed, progress)
     with processes() as rank, nullcontext() if rank else sole_writer(out):
-        if rank == 0:
-            quantized_half(recipe, recipe.target.quantization, model, text, out / "target")
-        barrier()
-        target = compressed.read(out / "target")
-        return TRAINERS[type(draft)](recipe, draft, model, target, out, progress)
+        half = partial(quantized_half, recipe, recipe.target.quantization, model, text, out, "target")
+        return TRAINERS[type(draft)](recipe, draft, model, first_makes(half), out, progress)
 
 
 def quantize_checkpoint(
@@ -305,13 +303,3 @@ def _require_room(planned: PlannedPair, out: Path) -> None:
 
 def _is_sealed(pair: Path) -> bool:
     return pair.exists() and any(entry.path.startswith("report/") for entry in read_manifest(pair).files)
-
-
-def _kept(path: Path, kind: type[R], make: Callable[[], R]) -> R:
-    """The record in `path`, or a new one, written there for a resumed run."""
-    if path.exists():
-        with suppress(ValueError):  # damaged: measure again
-            return kind.model_validate_json(path.read_bytes())
-    record = make()
-    atomic_write(path, record.model_dump_json())
-    return record

@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
 
     cpu, flags = _cpu()
     facts = {"python": platform.python_version(), "platform": platform.platform()}
-    facts |= {package: _version(package) for package in PACKAGES}
+    facts |= {package: package_version(package) for package in PACKAGES}
     facts |= {"cpu": cpu, "instruction_sets": " ".join(flags), "cores": str(usable_cores())}
     facts["threads"] = str(torch.get_num_threads())
     if torch.cuda.is_available():
@@ -273,7 +273,8 @@ def _output_errors(path: Path, only: tuple[int, ...] = ()) -> Iterator[None]:
         raise OutputError(str(path), rule, "choose an output folder with space and write permission") from error
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Version of an installed distribution, or that there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

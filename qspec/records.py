@@ -1,6 +1,6 @@
 """The values that the main job passes down: each is made once, by one stage, and read by the later ones."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 import re
@@ -170,16 +170,19 @@ class ArchMap:
         }[name.rpartition(".")[2]]
 
 
-class Selection(Mapping[str, V]):
-    """Some items of a mapping, looked up in it when they are asked for."""
+class View(Mapping[str, V]):
+    """Items by name, each read when it is asked for."""
 
-    def __init__(self, whole: Mapping[str, V], names: Iterable[str]) -> None:
-        self._whole, self._names = whole, dict.fromkeys(names)
+    def __init__(self, names: Iterable[str], read: Callable[[str], V]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
 
     def __getitem__(self, name: str) -> V:
         if name not in self._names:
             raise KeyError(name)
-        return self._whole[name]
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -10,6 +10,7 @@ out goes to eval/baselines/tune.json.   --recipe FILE   another job    --threads
 import argparse
 import json
 from pathlib import Path
+import shutil
 import warnings
 
 import torch
@@ -21,7 +22,7 @@ from qspec.report.render import html as report_html
 from qspec.schema.recipe import Recipe
 from qspec.tune.halves import ORIGINAL
 from qspec.tune.page import Outcome, as_data, document
-from qspec.tune.search import Study
+from qspec.tune.search import SECONDS, Study
 
 WORK = Path("runs/bench_tune")
 BASELINE = Path("eval/baselines/tune.json")
@@ -45,7 +46,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     study = Study(Recipe.read(options.recipe), WORK, Progress())
     if options.again:
-        study.forget_times()
+        shutil.rmtree(WORK / SECONDS, ignore_errors=True)
     answer, lowered = study.search()
     confirmed, speeds = study.confirm(answer, lowered, ALONE)
     found = Outcome(answer, confirmed, study.space.pruned, tuple(lowered))

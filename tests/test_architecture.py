@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_FILES = 17
 """Files that a room may hold beside its `__init__.py`."""
 LAYERS = (
-    ("errors", "limited", "plain_files", "provenance", "progress", "eval_files", "readable", "memory"),
+    ("errors", "limited", "plain_files", "provenance", "kept", "progress", "eval_files", "readable", "memory"),
     ("numerics",),
     ("ops", "schema", "plan", "scheme_table"),
     ("nn", "records"),

@@ -74,7 +74,7 @@ def test_a_run_can_be_resumed_wherever_it_was_killed(draft: dict[str, object], k
             "run", yaml, "--out", out, "--resume", "--despite", "a model of noise", below=out, die_at=die_at
         )
 
-    critical = ("opened /.recipe.yaml", "rename /pair/report/.pair.json", "remove /work/target/")
+    critical = ("opened /.recipe.yaml", "rename /pair/report/.pair.json", "remove /work/target-")
     for moment in moments(lambda: run(tmp_path / "whole"), critical):
         out = tmp_path / "out"
         dead = run(out, moment)
@@ -187,7 +187,9 @@ def test_a_quantized_checkpoint_appears_whole(killer: Killer, tmp_path: Path) ->
         command = ("quantize", model, "--set", calibration, "--set", "calibration.length=32", folder / "made")
         return killer.run(*command, below=folder, die_at=die_at)
 
-    for moment in moments(lambda: quantize(tmp_path / "whole"), ("remove /.made.work/pieces/key.json",)):
+    for moment in moments(
+        lambda: quantize(tmp_path / "whole"), ("rename /.made.work/.00000-", "rename /.made.work/.whole.partial")
+    ):
         folder = tmp_path / "folder"
         dead = quantize(folder, moment)
         assert dead.status == KILLED, moment

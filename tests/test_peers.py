@@ -21,6 +21,7 @@ from qspec.bridges.tensors import read_tensors
 from qspec.bridges.text import calibration_rows, local_files, windows
 from qspec.errors import IntegrityError, OutputError, PairError, RecipeError, SourceError
 from qspec.inspection.pair import view_half
+from qspec.kept import Entry, Kept
 from qspec.models.load import load as load_model
 from qspec.models.vocab import check_tokenizers, match_rows
 from qspec.nn.eager.decoder import Decoder
@@ -41,7 +42,6 @@ from qspec.quantization.calibrate import calibrate
 from qspec.quantization.job import fuse
 from qspec.quantization.kv_choice import LayerError, choose_kv, decide
 from qspec.quantization.kv_scales import key_biases
-from qspec.quantization.pieces import Store
 from qspec.quantization.rotate import prepare
 from qspec.quantization.rtn import quantize, unseen_experts
 from qspec.quantization.smooth import transform
@@ -261,7 +261,7 @@ class _Lazy(Mapping[str, Tensor]):
 def _streamed(model: LoadedModel, folder: Path, spec: QuantSpec) -> QuantizedModel:
     job = Job(spec, FusionSpec(), build_plan(spec), torch.float32)
     calibration = CalibrationSpec(data=(DataSpec(name="gutenberg"),), samples=4, length=32)
-    return stream(model, job, lambda: ROWS, Store(folder, job.key(model, calibration, 0)), QUIET)
+    return stream(model, job, lambda: ROWS, job.key(model, calibration, 0), folder, QUIET)
 
 
 def test_T10_calibration_holds_one_layer_of_the_model(tmp_path: Path) -> None:
@@ -278,21 +278,21 @@ def test_T12_a_killed_run_goes_on_to_the_same_bytes(llama: Path, tmp_path: Path,
     """Hours of quantization were lost with the process: nothing could be resumed."""
     model, spec = load(llama), QuantSpec(scheme="W8A8", method="gptq", smoothing=SmoothingSpec(), kv=KVSpec())
     _streamed(model, tmp_path / "whole", spec)
-    keep, kept = Store.keep, 0
+    keep, kept = Kept.keep, 0
 
-    def dies(self: Store, *piece: Any) -> None:
+    def dies(self: Kept, *piece: Any) -> Entry:
         nonlocal kept
-        if kept == 2:
+        if kept == 3:  # a piece, its states, a piece
             raise KeyboardInterrupt
         kept += 1
-        keep(self, *piece)
+        return keep(self, *piece)
 
-    monkeypatch.setattr(Store, "keep", dies)
+    monkeypatch.setattr(Kept, "keep", dies)
     with pytest.raises(KeyboardInterrupt):
         _streamed(model, tmp_path / "cut", spec)
-    monkeypatch.setattr(Store, "keep", keep)
+    monkeypatch.setattr(Kept, "keep", keep)
     _streamed(model, tmp_path / "cut", spec)
-    want, got = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("whole", "cut"))
+    want, got = ({f.name: f.read_bytes() for f in (tmp_path / n / "whole").iterdir()} for n in ("whole", "cut"))
     assert got == want
 
 

@@ -47,8 +47,7 @@ from qspec.serving.vllm import serving
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.train import data as draft_data, loop as train_draft
 from qspec.train.data import Rollout
-from qspec.train.head import HeadLearner
-from qspec.train.head_data import lay_out
+from qspec.train.head import HeadLearner, lay_out
 from qspec.train.loop import Judgement
 from tests import example_results
 from tests.observed import ROWS, load
@@ -196,13 +195,14 @@ def test_T33_states_in_eight_bits_train_as_good_a_head(tmp_path: Path) -> None:
     for states in ("float16", "fp8_e4m3"):
         folder = tmp_path / states
         for i in range(3):
-            draft_data._write(folder / f"text{i}-0.safetensors", with_states(8, i), TrainingData(states=states))
-        parts = [lay_out(draft_data.read_data(folder, f"text{i}"), 2, None, 20) for i in range(3)]
+            folder.mkdir(exist_ok=True)
+            draft_data._write(folder / f"{i}.safetensors", with_states(8, i), TrainingData(states=states))
+        parts = [lay_out(list(draft_data._read(folder / f"{i}.safetensors")), 2, None, 20) for i in range(3)]
         head = MLPSpeculator(SpeculatorShape(32, 20, 2, 16))
         initialize(head, torch.Generator().manual_seed(0))
         course = train_draft.train(HeadLearner(head), (parts[0], parts[1]), parts[2], SPEC, 0, folder, QUIET)
         scores.append(course.best)
-        sizes.append((folder / "text0-0.safetensors").stat().st_size)
+        sizes.append((folder / "0.safetensors").stat().st_size)
         kept.append(parts[0].hidden_MH)
     assert not torch.equal(kept[0], kept[1])
     assert float((kept[1] / kept[0] - 1).abs().max()) < 0.1  # 3 bits behind the leading one, small ones fewer

@@ -1,10 +1,10 @@
 """`qspec sensitivity`: scores of a model, and the plans that they give for several budgets."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 import math
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from qspec.bridges.text import calibration_rows
@@ -12,9 +12,10 @@ from qspec.errors import RecipeError
 from qspec.inspection.model import fitting_group
 from qspec.models.load import load, resolve_arch, resolve_model, stored_width
 from qspec.progress import Progress
+from qspec.provenance import atomic_write
 from qspec.quantization.allocate import Solution, assumed_plan, best_uniform, solve
 from qspec.quantization.rotate import prepare, prepared_arch
-from qspec.quantization.sensitivity import kept_scores
+from qspec.quantization.sensitivity import basis, sensitivity
 from qspec.quantization.units import candidate_schemes, labels
 from qspec.readable import number, size
 from qspec.records import ArchMap
@@ -23,7 +24,7 @@ from qspec.schema.overrides import set_value
 from qspec.schema.problems import validate
 from qspec.schema.quantization import MixedSpec, QuantSpec
 from qspec.schema.recipe import Recipe
-from qspec.schema.scores import Scores, UnitScore
+from qspec.schema.scores import Basis, Scores, UnitScore
 from qspec.scheme_table import GROUP
 from qspec.schemes.build import build_plan
 
@@ -65,21 +66,22 @@ def look(
     model = load(recipe.target)
     rows = calibration_rows(recipe.calibration, model.tokenizer, recipe.seed)
     model, _ = prepare(model, spec, recipe.seed)
-    with TemporaryDirectory() as folder:
-        kept = out or Path(folder) / "sensitivity.json"
-        scores = kept_scores(
-            kept,
-            model,
-            rows,
-            _with(spec, budgets[0]),
-            stored_width(recipe.dtype, model.config),
-            recipe.seed,
-            progress,
-        )
+    measured = model, rows, _with(spec, budgets[0]), stored_width(recipe.dtype, model.config), recipe.seed
+    scores = known(out, basis(*measured)) or sensitivity(*measured, progress)
+    if out is not None:
+        atomic_write(out, scores.model_dump_json(indent=1))
     progress.close()
     solutions = tuple(solve(scores, _with(spec, budget), build_plan(spec), model.arch) for budget in budgets)
     names = labels(candidate_schemes(_with(spec, budgets[0])))
     return SensitivityView(recipe.target.model, names, scores, budgets, solutions)
+
+
+def known(path: Path | None, basis: Basis) -> Scores | None:
+    """The scores that a file holds, if they are of this basis."""
+    with suppress(OSError, ValueError):  # there is none, or it is damaged
+        known = None if path is None else Scores.model_validate_json(path.read_bytes())
+        return known if known is not None and known.basis == basis else None
+    return None
 
 
 def as_data(view: SensitivityView) -> dict[str, Any]:

@@ -5,34 +5,32 @@ from functools import cached_property
 import math
 from pathlib import Path
 import shutil
+from typing import Any
 
 import torch
 
 from qspec.bridges import compressed, oneshot
 from qspec.bridges.companions import left_out_notes
 from qspec.bridges.text import calibration_rows
+from qspec.kept import Kept
 from qspec.memory import Need, require_memory
 from qspec.models.load import source_dtype, stored_dtype
 from qspec.models.vocab import real_vocab
 from qspec.nn.eager.linear import merge_obstacle
 from qspec.nn.engines import gpu_for
 from qspec.progress import Progress
-from qspec.provenance import (
-    atomic_write,
-    digest_of,
-    sha256_file,
-    staged_dir,
-)
+from qspec.provenance import sha256_file
 from qspec.quantization.allocate import allocate_plan
 from qspec.quantization.calibrate import random_rows
 from qspec.quantization.kv_choice import choose_kv
-from qspec.quantization.pieces import CPU, Store, at_work, placed
+from qspec.quantization.pieces import CPU, at_work, placed
 from qspec.quantization.rotate import prepare
-from qspec.quantization.sensitivity import kept_scores
+from qspec.quantization.sensitivity import basis, sensitivity
 from qspec.quantization.stream import Job, stream
 from qspec.records import FusionPlan, LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
+from qspec.schema.scores import Scores
 from qspec.schemes.build import build_plan, needs_statistics
 
 _MORE = "give it more memory, fewer or shorter calibration.samples, or take a smaller model"
@@ -121,9 +119,13 @@ def _quantized(
     model, notes = prepare(model, spec, text.seed)
     if spec.mixed is not None:
         here = device if spec.mixed.metric == "output" or _holds(device, model) else CPU
-        measured = work / "sensitivity.json", placed(model, here), text.rows, spec, dtype.itemsize
-        with at_work(here):
-            scores = kept_scores(*measured, text.seed, text.progress)
+        measured = placed(model, here), text.rows, spec, dtype.itemsize, text.seed
+
+        def score() -> Any:
+            with at_work(here):
+                return sensitivity(*measured, text.progress).model_dump(mode="json")
+
+        scores = Scores.model_validate(Kept(work).value("sensitivity", basis(*measured).model_dump(), score))
         plan, said = allocate_plan(scores, spec, plan, model.arch)
         notes += said
     if plan.kv is not None and plan.kv.open:
@@ -132,13 +134,12 @@ def _quantized(
             plan, chosen = choose_kv(placed(model, here), plan, text.rows, progress=text.progress)
         notes += chosen
     job = Job(spec, fusion, plan, dtype, tuple(notes), device)
-    store = Store(work / "pieces", job.key(model, text.spec, text.seed))
 
     def rows() -> list[list[int]]:
         drawn = random_rows(real_vocab(model.tokenizer), spec.random_rows, text.spec.length, text.seed)
         return [*text.rows, *drawn]
 
-    return stream(model, job, rows, store, text.progress)
+    return stream(model, job, rows, job.key(model, text.spec, text.seed), work, text.progress)
 
 
 def _holds(device: torch.device, model: LoadedModel) -> bool:
@@ -151,21 +152,19 @@ def _holds(device: torch.device, model: LoadedModel) -> bool:
 
 
 def quantized_half(
-    recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path
-) -> QuantizedModel:
-    """A half in `folder`: that of an earlier run, if it was made of the same model with the same settings."""
-    dtype, note = stored_dtype(recipe, model), folder.with_name(f"{folder.name}.settings")
+    recipe: Recipe, spec: QuantSpec, model: LoadedModel, text: Calibration, folder: Path, name: str
+) -> Path:
+    """The folder of a half: made below `folder`, unless it was made there of the same model with the same settings."""
+    dtype, work = stored_dtype(recipe, model), folder / f"{name}.work"
     told = [part.model_dump(mode="json") for part in (spec, recipe.fusion, recipe.calibration)]
     beside = {name: sha256_file(path) for name, path in model.files.items()}
-    settings = digest_of([told, recipe.seed, str(dtype), model.arch.n_layers, dict(model.source), beside])
-    work = folder.with_name(f"{folder.name}.work")
-    if not (folder.exists() and note.exists() and note.read_text(encoding="utf-8") == settings):
-        text.progress.stage(f"quantize {folder.name} ({spec.scheme}, {spec.engine})")
+
+    def make(part: Path) -> None:
+        text.progress.stage(f"quantize {name} ({spec.scheme}, {spec.engine})")
         device = gpu_for(recipe.device) or CPU
-        quantized = quantize_model(model, spec, recipe.fusion, text, work, dtype, device)
-        note.unlink(missing_ok=True)  # never beside a half of other settings, should this process be killed
-        with staged_dir(folder) as part:
-            compressed.write(quantized, part, dtype)
-        atomic_write(note, settings)
+        compressed.write(quantize_model(model, spec, recipe.fusion, text, work, dtype, device), part, dtype)
+
+    settings = [told, recipe.seed, str(dtype), model.arch.n_layers, dict(model.source), beside]
+    found = Kept(folder).entry(name, settings, make)
     shutil.rmtree(work, ignore_errors=True)
-    return compressed.read(folder)
+    return found.folder

@@ -3,7 +3,7 @@
 The rotated model is a view: a tensor is rotated in float64 when it is asked for, and nothing is kept.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qspec.errors import RecipeError
 from qspec.numerics.quantization.rotation import Rotation, hadamard_transform, in_blocks, rotation, split_order
-from qspec.records import EMBEDDING, HEAD, ArchMap, LoadedModel
+from qspec.records import EMBEDDING, HEAD, ArchMap, LoadedModel, View
 from qspec.schema.quantization import QuantSpec, RotationSpec
 
 ATTENTION_READERS = ("q_proj", "k_proj", "v_proj")
@@ -36,7 +36,7 @@ def rotate(model: LoadedModel, spec: RotationSpec, seed: int) -> tuple[LoadedMod
     """
     arch = rotated_arch(model.arch, spec)
     whole = untied(model) if model.arch.tied and not arch.tied else model
-    return replace(whole, arch=arch, tensors=RotatedTensors(whole, spec, seed)), _notes(model.arch, spec)
+    return replace(whole, arch=arch, tensors=View(whole.tensors, _Rotated(whole, spec, seed))), _notes(model.arch, spec)
 
 
 def rotated_arch(arch: ArchMap, spec: RotationSpec | None) -> ArchMap:
@@ -59,8 +59,8 @@ def down_sizes(arch: ArchMap) -> list[int]:
     return list(dict.fromkeys(arch.linear_shape(name)[1] for name in downs))
 
 
-class RotatedTensors(Mapping[str, Tensor]):
-    """Tensors of a rotated model by name: float32 where rotated, as they are elsewhere."""
+class _Rotated:
+    """Reads tensors of a rotated model by name: float32 where rotated, as they are elsewhere."""
 
     def __init__(self, model: LoadedModel, spec: RotationSpec, seed: int) -> None:
         self._arch, self._tensors = model.arch, model.tensors
@@ -68,7 +68,7 @@ class RotatedTensors(Mapping[str, Tensor]):
         self._values = rotation(model.arch.head_dim, seed + 1) if spec.r2 else None
         self._hadamard = spec.r4
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __call__(self, name: str) -> Tensor:
         x = self._tensors[name]
         layer, _, leaf = name.rpartition(".")
         if self._stream is not None and _is_folded(layer):
@@ -79,15 +79,6 @@ class RotatedTensors(Mapping[str, Tensor]):
         if read:
             x = _applied(x, read, torch.float64 if written else torch.float32)
         return _applied(x.T, written, torch.float32).T.contiguous() if written else x
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def _read(self, layer: str) -> list[_Step]:
         """What happens to a weight's columns, in order: for an embedding, to the vectors that it holds."""
@@ -190,26 +181,8 @@ def prepared_arch(arch: ArchMap, spec: QuantSpec) -> ArchMap:
 
 def untied(model: LoadedModel) -> LoadedModel:
     """A view of a tied model in which the head is a tensor too; a piece without a head gets none."""
-    tensors = _WithHead(model.tensors) if model.arch.has_head else model.tensors
+    tensors = model.tensors
+    if model.arch.has_head:
+        tensors = View([*tensors, HEAD], lambda name: model.tensors[EMBEDDING if name == HEAD else name])
     config = dict(model.config) | {"tie_word_embeddings": False}
     return replace(model, arch=replace(model.arch, tied=False), tensors=tensors, config=config)
-
-
-class _WithHead(Mapping[str, Tensor]):
-    """Tensors in which the embedding is the head too, under the head's name."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[EMBEDDING if name == HEAD else name]
-
-    def __contains__(self, name: object) -> bool:
-        return name == HEAD or name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._tensors
-        yield HEAD
-
-    def __len__(self) -> int:
-        return len(self._tensors) + 1

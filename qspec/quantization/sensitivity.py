@@ -12,9 +12,7 @@ the float model's. It is of second order in a perturbation, so that small ones a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.statistics.fidelity import kl_divergence
 from qspec.plan import LayerScheme, QuantPlan, Rule
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, digest_of
+from qspec.provenance import digest_of
 from qspec.quantization.allocate import assumed_plan
 from qspec.quantization.calibrate import calibrate_piece
 from qspec.quantization.gptq import HELD_OUT
@@ -47,35 +45,6 @@ Judge = Callable[[Sequence[Tensor]], float]
 """Error of what a piece hands on when some of it is quantized: hidden states per row, logits after the head."""
 
 
-def kept_scores(
-    path: Path,
-    model: LoadedModel,
-    rows: Sequence[list[int]],
-    spec: QuantSpec,
-    width: int,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Scores:
-    """The scores in `path` if they are of this model, these settings and this text; else new ones, written there.
-
-    Raises `RecipeError`, before it measures, for a candidate that the model cannot have or a budget out of reach.
-    """
-    assumed_plan(spec, build_plan(spec), model.arch, width)
-    progress = progress or Progress(quiet=True)
-    if path.exists():
-        stale = "cannot be read"
-        with suppress(ValueError):  # damaged
-            kept = Scores.model_validate_json(path.read_bytes())
-            differs = kept.basis.differences(basis(model, rows, spec, width, seed))
-            if not differs:
-                return kept
-            stale = f"was measured with other {', '.join(differs)}"
-        progress.say(f"{path} {stale}; sensitivity is measured again")
-    scores = sensitivity(model, rows, spec, width, seed, progress)
-    atomic_write(path, scores.model_dump_json(indent=1))
-    return scores
-
-
 def sensitivity(
     model: LoadedModel,
     rows: Sequence[list[int]],
@@ -87,8 +56,10 @@ def sensitivity(
     """Scores of all units that the recipe leaves open, by `spec.mixed.metric`, on a sample of `rows` of token ids.
 
     width: bytes of a value that is not quantized, as stored. seed: the one that `rows` were drawn with, for the record.
+    Raises `RecipeError` at once for a candidate that the model cannot have or a budget out of reach.
     """
     assert spec.mixed is not None
+    assumed_plan(spec, build_plan(spec), model.arch, width)
     units, candidates = open_units(build_plan(spec), model.arch), candidate_schemes(spec)
     errors = dict[Unit, tuple[float, ...]]()
     count = model.arch.n_layers + 1

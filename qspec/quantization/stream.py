@@ -4,21 +4,25 @@ Each piece is calibrated, transformed, quantized, refined and kept before the ne
 as the float model computes them, for ranges; and through the quantized predecessors, for error feedback.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
+from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qspec.bridges import compressed
-from qspec.bridges.tensors import read_tensors, write_index
+from qspec.bridges.tensors import read_tensors, write_index, write_tensors
+from qspec.kept import Entry, Kept
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.progress import Progress
+from qspec.provenance import staged_dir
 from qspec.quantization import choose, gptq as sequential, smooth as transform
 from qspec.quantization.calibrate import calibrate_piece
-from qspec.quantization.pieces import CPU, Store, at_work, embedded, piece_plan, pieces, placed
+from qspec.quantization.pieces import CPU, at_work, embedded, piece_plan, pieces, placed
 from qspec.quantization.rtn import quantize, require_finite, unseen_experts, unseen_notes
 from qspec.records import EMBEDDING, LayerStats, LoadedModel, QuantizedModel
 from qspec.schema.quantization import QuantSpec
@@ -26,6 +30,7 @@ from qspec.schema.recipe import CalibrationSpec, FusionSpec
 from qspec.schemes.build import needs_statistics
 
 FLOAT, QUANTIZED = "float", "quantized"
+_TENSORS = "tensors.safetensors"
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,6 @@ class Job:
     def key(self, model: LoadedModel, calibration: CalibrationSpec, seed: int) -> dict[str, Any]:
         """All that the bytes of a quantized piece depend on."""
         return {
-            "qspec": metadata.version("qspec"),
             "source": dict(model.source),
             "spec": self.spec.model_dump(mode="json"),
             "fusion": self.fusion.model_dump(mode="json"),
@@ -71,28 +75,53 @@ def stream(
     model: LoadedModel,
     job: Job,
     rows: Callable[[], Sequence[list[int]]],
-    store: Store,
+    key: Mapping[str, Any],
+    work: Path,
     progress: Progress,
 ) -> QuantizedModel:
-    """`model` under the job's plan, written to `store` piece by piece and read back from there as it is needed.
+    """`model` under the job's plan, kept in `work` piece by piece and read back from there as it is needed.
 
-    rows: token ids of the calibration texts, asked for only if something calibrates. A store that holds finished pieces
-    is continued.
+    rows: token ids of the calibration texts, asked for only if something calibrates. key: `Job.key`; pieces that were
+    finished under it are not done again.
     """
-    schemes, model = job.plan.resolve(model.arch.linears()), placed(model, job.device)
+    kept, schemes, model = Kept(work), job.plan.resolve(model.arch.linears()), placed(model, job.device)
+    done = list(_finished(kept, key))
     with at_work(job.device):
-        states = _start(model, job, schemes, rows, store)
-    todo = list(pieces(model))[len(store.records) :]
+        states, begun = _start(model, job, schemes, rows, kept.find("states", key), len(done))
+    done = done[:begun]
+    todo = list(pieces(model))[begun:]
     for piece in progress.track(todo, "quantize", len(todo), "layers"):
         with at_work(job.device):
             whole = replace(piece, tensors=dict(piece.tensors))  # read, and rotated, once
             for name, tensor in whole.tensors.items():
                 require_finite(name, tensor)
-            done = _quantize(whole, job, piece_plan(schemes, job.plan, piece), states)
-            stored = dict(compressed.stored_tensors(done.model, job.dtype))
-        store.keep(stored, done.record, done.states)
-        states = done.states
-    return _assemble(model, job, schemes, len(states.get(FLOAT, ())) or len(states.get(QUANTIZED, ())), store)
+            made = _quantize(whole, job, piece_plan(schemes, job.plan, piece), states)
+            stored = dict(compressed.stored_tensors(made.model, job.dtype))
+        done.append(kept.keep(f"{len(done):05d}", key, partial(_write_piece, stored, made.record)))
+        states = made.states
+        if states:
+            kept.keep("states", key, partial(_write_states, states, len(done)))
+    return _assemble(model, job, schemes, len(next(iter(states.values()), ())), done, work / "whole")
+
+
+def _finished(kept: Kept, key: Mapping[str, Any]) -> Iterator[Entry]:
+    """The pieces that are whole, up to the first that is not."""
+    for number in count():
+        if (piece := kept.find(f"{number:05d}", key)) is None:
+            return
+        yield piece
+
+
+def _write_piece(tensors: Mapping[str, Tensor], record: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    write_tensors(folder / _TENSORS, tensors)
+    return record
+
+
+def _write_states(states: Mapping[str, Sequence[Tensor]], behind: int, folder: Path) -> int:
+    """Hidden states behind so many pieces, in the place of earlier ones."""
+    flat = {f"{kind}.{row}": x_TK for kind, rows in states.items() for row, x_TK in enumerate(rows)}
+    write_tensors(folder / _TENSORS, flat)
+    return behind
 
 
 def _start(
@@ -100,22 +129,24 @@ def _start(
     job: Job,
     schemes: Mapping[str, LayerScheme | None],
     rows: Callable[[], Sequence[list[int]]],
-    store: Store,
-) -> Mapping[str, list[Tensor]]:
-    """Hidden states before the first piece that is not done: of each kind that is needed."""
+    states: Entry | None,
+    finished: int,
+) -> tuple[Mapping[str, list[Tensor]], int]:
+    """Hidden states of each kind that is needed before the first piece that is to be done, and its number."""
     needed = set(needs_statistics(schemes, job.plan, job.spec))
     if not needed:
-        return {}
+        return {}, finished
     kinds = [FLOAT] * bool(needed - {"gptq"}) + [QUANTIZED] * ("gptq" in needed)
     texts = rows()
     if "gptq" in needed:
         sequential.require_judge(texts)
-    if store.records:
-        return {kind: store.states(kind, len(texts)) for kind in kinds}
+    if states is not None and states.value <= finished:
+        stored = read_tensors(states.folder / _TENSORS)
+        read = {kind: [stored[f"{kind}.{row}"].clone() for row in range(len(texts))] for kind in kinds}
+        return read, states.value
     table = {EMBEDDING: model.tensors[EMBEDDING]}  # read once
     require_finite(EMBEDDING, table[EMBEDDING])
-    first = embedded(replace(model, tensors=table), texts)
-    return dict.fromkeys(kinds, first)
+    return dict.fromkeys(kinds, embedded(replace(model, tensors=table), texts)), 0
 
 
 def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str, list[Tensor]]) -> _Done:
@@ -141,23 +172,35 @@ def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str
 
 
 def _assemble(
-    model: LoadedModel, job: Job, schemes: Mapping[str, LayerScheme | None], texts: int, store: Store
+    model: LoadedModel,
+    job: Job,
+    schemes: Mapping[str, LayerScheme | None],
+    texts: int,
+    done: Sequence[Entry],
+    out: Path,
 ) -> QuantizedModel:
-    """The folder of pieces as a checkpoint, which is then read like any other."""
-    rewrites = [transform.Rewrites(**record["rewrites"]) for record in store.records]
+    """The pieces as the checkpoint `out`, of links to their files, which is then read like any other."""
+    records = [piece.value for piece in done]
+    rewrites = [transform.Rewrites(**record["rewrites"]) for record in records]
     notes = transform.notes(rewrites, job.spec, job.fusion)
-    decisions = [choose.Decision.read(record) for piece in store.records for record in piece["decisions"]]
+    decisions = [choose.Decision.read(record) for piece in records for record in piece["decisions"]]
     notes += choose.choice_notes(decisions, job.spec)
-    notes += [note for record in store.records for note in record["notes"]]
-    unseen = {layer: count for record in store.records for layer, count in record["unseen_experts"].items()}
+    notes += [note for record in records for note in record["notes"]]
+    unseen = {layer: count for record in records for layer, count in record["unseen_experts"].items()}
     notes += unseen_notes(model.arch, unseen)
-    choices = [sequential.Choice(**choice) for record in store.records for choice in record["choices"]]
+    choices = [sequential.Choice(**choice) for record in records for choice in record["choices"]]
     if choices:
         notes += sequential.notes(choices, texts)
     plan = choose.compact(choose.decided(job.plan, model.arch, decisions), model.arch) if decisions else job.plan
     whole = QuantizedModel(
         model.arch, {}, {}, plan, model.config, model.tokenizer, model.source, notes=(*job.notes, *notes)
     )
-    write_index(store.folder, {name: file.name for file in store.tensor_files() for name in read_tensors(file)})
-    compressed.write_metadata(whole, store.folder, job.dtype)
-    return replace(compressed.read(store.folder), source=model.source, files=model.files)
+    with staged_dir(out) as part:
+        where: dict[str, str] = {}
+        for number, piece in enumerate(done):
+            shard = part / f"{number:05d}.safetensors"
+            shard.symlink_to((piece.folder / _TENSORS).resolve())
+            where |= dict.fromkeys(read_tensors(shard), shard.name)
+        write_index(part, where)
+        compressed.write_metadata(whole, part, job.dtype)
+    return replace(compressed.read(out), source=model.source, files=model.files)

@@ -22,11 +22,6 @@ class Basis(Record):
     tokens: int
     seed: int
 
-    def differences(self, other: "Basis") -> list[str]:
-        """Names of the fields that differ."""
-        mine, theirs = self.model_dump(), other.model_dump()
-        return [name for name in mine if mine[name] != theirs[name]]
-
 
 class UnitScore(Record):
     """Layers that are decided together: their weights, then bytes and error by candidate, in the order of `Basis`."""

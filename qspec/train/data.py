@@ -1,14 +1,13 @@
 """What a speculator head learns from: states and laws of the quantized target on text, and on answers of its own.
 
 Letters: T rows of a sequence, H hidden size, K likeliest ids that are kept of a law. Row t holds a token, the target's
-final-norm state behind it, and the law of what follows. Files appear one by one; none is made twice of the same.
+final-norm state behind it, and the law of what follows.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-import json
 from pathlib import Path
 import random
 from typing import Any
@@ -19,25 +18,31 @@ from torch import Tensor
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.bridges.text import calibration_rows, requests
 from qspec.errors import SourceError
+from qspec.kept import Entry, Kept
 from qspec.nn.lm import StatefulLM
 from qspec.numerics.quantization.affine import quantize_activation_dynamic
 from qspec.numerics.quantization.formats import FP8_E4M3
 from qspec.numerics.speculation.probs import sample
+from qspec.pair.open import open_fitting
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, digest_of, sha256_folder
-from qspec.records import Tokenizer
+from qspec.provenance import digest_of, sha256_folder
+from qspec.records import QuantizedModel, Tokenizer
 from qspec.schema.recipe import CalibrationSpec, DataSpec
 from qspec.schema.training import PromptSource, TrainingData
 from qspec.speculation.types import draw_uniforms
 from qspec.train.processes import barrier, rank_and_world
 
 TEXT, ANSWERS = "text", "answers"
+PARTS = TEXT, ANSWERS, "held out"
 _SEQUENCES = 64
 """Sequences of a file."""
 _MISSES = 10_000
 """Requests in a row that are too long, after which no more are looked at."""
+_BEGINNING = 12
+"""Tokens by which a sequence is known: what begins alike is taken for the same answer."""
 _SCALES = "hidden_scale"
 """Beside states that are kept as codes."""
+_FILE = "sequences.safetensors"
 
 
 @dataclass(frozen=True)
@@ -64,64 +69,80 @@ class Stage:
     key: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Lessons:
+    """What a draft is trained on, and the answers that are held out; key: all that decides them."""
+
+    text: list[Rollout]
+    answers: list[Rollout]
+    judged: list[Rollout]
+    key: list[dict[str, Any]]
+
+
+def lessons(
+    spec: TrainingData, folder: Path, target: QuantizedModel, seed: int, out: Path, progress: Progress
+) -> Lessons:
+    """What the quantized model of `folder` reads and writes, kept in `out`: a call that was killed goes on.
+
+    Processes share the files of a stage.
+    """
+    stages = both_stages(folder, target.tokenizer, spec, seed)
+    length = max(spec.prompt_tokens + spec.answer_tokens, spec.text_length)
+    lm = open_fitting("the quantized target", target, length)
+    text, answers = made_data(Kept(out), lm, stages, spec, target.arch.eos_ids, seed, progress)
+    return Lessons(text, *split(answers, spec.held_out), [stage.key for stage in stages])
+
+
 def both_stages(target: Path, tokenizer: Tokenizer, spec: TrainingData, seed: int) -> tuple[Stage, Stage]:
     """Text and answers of the quantized model in the folder `target`."""
     text, prompts = text_parts(spec, tokenizer, seed), prompt_parts(spec, tokenizer, seed)
-    kept = {"target": sha256_folder(target), "top": spec.top, "states": spec.states}
+    same = {"target": sha256_folder(target), "top": spec.top, "states": spec.states}
     asked = {"prompts": digest_of(prompts), "seed": seed, "batch": spec.batch}
     asked |= {"greedy": spec.greedy, "answer_tokens": spec.answer_tokens}
-    return Stage(TEXT, text, kept | {"text": digest_of(text)}), Stage(ANSWERS, prompts, kept | asked)
+    return Stage(TEXT, text, same | {"text": digest_of(text)}), Stage(ANSWERS, prompts, same | asked)
 
 
-def make_data(
-    folder: Path,
+def made_data(
+    kept: Kept,
     lm: StatefulLM,
     stages: Sequence[Stage],
     spec: TrainingData,
     eos_ids: Collection[int],
     seed: int,
     progress: Progress,
-) -> None:
-    """Fill `folder` for both stages; a call that was killed goes on with the file that was not finished.
+) -> list[list[Rollout]]:
+    """All sequences of each stage, in order; files that `kept` has are not made again."""
 
-    Files that were made of something else are made anew. Processes share the files of a stage.
-    """
+    def make(stage: Stage, i: int, folder: Path) -> None:
+        made = read_rows(lm, stage.parts[i], spec)
+        if stage.name == ANSWERS:
+            generator = torch.Generator().manual_seed(seed * 100_003 + i)
+            made = answer(lm, stage.parts[i], spec, eos_ids, generator)
+        _write(folder / _FILE, list(made), spec)
+
+    def entry(stage: Stage, i: int) -> Entry:
+        return kept.entry(f"{stage.name}-{i:05}", stage.key, partial(make, stage, i))
+
     rank, world = rank_and_world()
-    if rank == 0:
-        for leftover in folder.glob(".*"):  # of a call that was killed
-            leftover.unlink()
-        for stage in stages:
-            _claim(folder, stage, progress)
-    barrier()
     for stage in stages:
         own = range(rank, len(stage.parts), world)
         progress.stage(f"training data: {stage.name}, {len(own)} files")
         for i in progress.track(own, stage.name, len(own), "file"):
-            path = folder / f"{stage.name}-{i:05}.safetensors"
-            if not path.exists():
-                made = read_rows(lm, stage.parts[i], spec)
-                if stage.name == ANSWERS:
-                    generator = torch.Generator().manual_seed(seed * 100_003 + i)
-                    made = answer(lm, stage.parts[i], spec, eos_ids, generator)
-                _write(path, list(made), spec)
-                progress.say(f"{path.name} of {len(stage.parts)}")
+            entry(stage, i)
     barrier()
+    return [[one for i in range(len(stage.parts)) for one in _read(entry(stage, i).folder / _FILE)] for stage in stages]
 
 
-def _claim(folder: Path, stage: Stage, progress: Progress) -> None:
-    """Remove a stage's files if they were made of something else, and say so; note what the next ones are made of."""
-    note, known = folder / f"{stage.name}.json", dict[str, Any]()
-    with suppress(OSError, ValueError):
-        known = json.loads(note.read_text(encoding="utf-8"))
-    if known == stage.key:
-        return
-    files = list(folder.glob(f"{stage.name}-*.safetensors"))
-    if files:
-        changed = ", ".join(name for name, value in stage.key.items() if known.get(name) != value)
-        progress.say(f"training data: {stage.name} is made anew, for other {changed}")
-    for path in files:
-        path.unlink()
-    atomic_write(note, json.dumps(stage.key, indent=1) + "\n")
+def split(rollouts: Sequence[Rollout], held_out: float) -> tuple[list[Rollout], list[Rollout]]:
+    """Sequences to train on, and the first ones, which are held out; none of those begins like one of these."""
+    count = max(1, round(held_out * len(rollouts)))
+    judged, others = list(rollouts[:count]), rollouts[count:]
+    beginnings = {_beginning(one) for one in judged}
+    return [one for one in others if _beginning(one) not in beginnings], judged
+
+
+def _beginning(one: Rollout) -> tuple[int, ...]:
+    return tuple(one.tokens_T[1 : 1 + _BEGINNING].tolist())
 
 
 def text_parts(spec: TrainingData, tokenizer: Tokenizer, seed: int) -> list[list[list[int]]]:
@@ -233,12 +254,7 @@ def answer(
             yield one.finished()
 
 
-def read_data(folder: Path, stage: str) -> list[Rollout]:
-    """All sequences of a stage, in the order in which they were made."""
-    return [rollout for path in sorted(folder.glob(f"{stage}-*.safetensors")) for rollout in _sequences(path)]
-
-
-def _sequences(path: Path) -> Iterator[Rollout]:
+def _read(path: Path) -> Iterator[Rollout]:
     stored = read_tensors(path)
     counts, prompts = stored["lengths"].tolist(), stored["prompts"].split(stored["prompt_lengths"].tolist())
     tokens, ids, probs = (stored[name].split(counts) for name in ("tokens", "ids", "probs"))
@@ -249,10 +265,8 @@ def _sequences(path: Path) -> Iterator[Rollout]:
 
 
 def _write(path: Path, made: list[Rollout], spec: TrainingData) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.partial")
     write_tensors(
-        part,
+        path,
         {
             "lengths": torch.tensor([len(one.tokens_T) for one in made]),
             "greedy": torch.tensor([one.greedy for one in made]),
@@ -264,7 +278,6 @@ def _write(path: Path, made: list[Rollout], spec: TrainingData) -> None:
             **_states(torch.cat([one.hidden_TH for one in made]), spec),
         },
     )
-    part.replace(path)
 
 
 def _states(hidden_MH: Tensor, spec: TrainingData) -> dict[str, Tensor]:

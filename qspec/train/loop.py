@@ -6,6 +6,7 @@ takes its share of each batch, and gradients are averaged. Letter: T starts of a
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 import json
 from pathlib import Path
 from time import perf_counter
@@ -15,18 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from qspec.bridges.tensors import read_tensors, write_tensors
-from qspec.errors import OutputError, RecipeError
+from qspec.errors import RecipeError
+from qspec.kept import Kept
 from qspec.numerics.speculation.speculator import expected_tokens, rate_at
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, digest_of, environment, restore, staged_dir
+from qspec.provenance import environment
 from qspec.records import QuantizedModel
 from qspec.schema.training import Loss, TrainingSpec
-from qspec.train.processes import average, first, rank_and_world
+from qspec.train.processes import average, first, first_makes, rank_and_world
 
-CHECKPOINT, CURVE = "checkpoint", "curve.jsonl"
+CURVE = "curve.jsonl"
 
 
-_WEIGHTS, _BEST, _OPTIMIZER, _STATE = "head.safetensors", "best.safetensors", "optimizer.safetensors", "state.json"
+_WEIGHTS, _BEST, _OPTIMIZER = "weights.safetensors", "best.safetensors", "optimizer.safetensors"
 
 
 _TIMED = 10
@@ -51,16 +53,20 @@ D = TypeVar("D", bound=Data)
 
 @dataclass
 class Course:
-    """Where a training stands. `first`, `total`: steps of stage 1, and of both; `settings`: digest of what decides."""
+    """Where a training stands. `first`, `total`: steps of stage 1, and of both."""
 
     first: int
     total: int
-    settings: str = ""
     step: int = 0
     seconds: float = 0.0
     best: float = 0.0
     best_step: int = 0
     curve: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def lines(self) -> str:
+        """The curve as JSON lines, for the file `CURVE`."""
+        return "".join(json.dumps(entry) + "\n" for entry in self.curve)
 
 
 @dataclass(frozen=True)
@@ -105,24 +111,22 @@ def train(
 ) -> Course:
     """Train a draft in place; it ends with the weights that were best on `judged`, be it those of the beginning.
 
-    `folder` keeps the checkpoint, and the curve as JSON lines; `made_of` is all that decides the data. Raises
-    `RecipeError` for batches that are too small to be shared, and `OutputError` for a checkpoint of other settings.
+    `folder` keeps the checkpoints of all settings; `made_of` is all that decides the data. Raises `RecipeError` for
+    batches that are too small to be shared.
     """
     module, (rank, world) = learner.module, rank_and_world()
+    kept, key = Kept(folder), [seed, spec.model_dump(mode="json"), list(made_of)]
     for data in stages:
         _require_shares(data, spec, world)
     optimizer = torch.optim.AdamW(_trained(module), lr=spec.rate, betas=spec.betas, weight_decay=spec.weight_decay)
-    settings = _settings(seed, spec, made_of)
-    course = _restore(folder / CHECKPOINT, settings, module, optimizer)
-    if course is None:
+    checkpoint = first_makes(lambda: kept.find("checkpoint", key))
+    if checkpoint is None:
         course = _plan(learner, optimizer, stages, spec, seed)
-        course.settings = settings
         _note(course, learner.judge(judged), 0.0, float("nan"))
         best = _weights(module)
     else:
-        best = dict(read_tensors(folder / CHECKPOINT / _BEST))
-        if rank == 0:
-            _write_curve(folder, course)  # its writer may have been killed behind the checkpoint
+        course = Course(**checkpoint.value)
+        best = _restore(checkpoint.folder, module, optimizer)
     start, loss_sum, since = perf_counter() - course.seconds, 0.0, 0
     steps = course.total - course.step
     for starts_T, data in progress.track(_batches(stages, course, spec, seed), "steps", steps, "step"):
@@ -138,15 +142,10 @@ def train(
             best = _weights(module)
         loss_sum, since = 0.0, 0
         if rank == 0:
-            _save(folder, module, best, optimizer, course)
+            kept.keep("checkpoint", key, partial(_save, module, best, optimizer, course))
             progress.say(_line(course, found))
     module.load_state_dict(best, strict=False)
     return course
-
-
-def require_same(folder: Path, seed: int, spec: TrainingSpec, made_of: Sequence[Mapping[str, Any]]) -> None:
-    """Raise what `train` would raise for a checkpoint of other settings, before its data is made."""
-    _stored(folder / CHECKPOINT, _settings(seed, spec, made_of))
 
 
 def facts(seed: int, spec: TrainingSpec, target: QuantizedModel, course: Course) -> dict[str, Any]:
@@ -238,43 +237,18 @@ def _plan(
 
 
 def _save(
-    folder: Path, module: nn.Module, best: dict[str, Tensor], optimizer: torch.optim.Optimizer, course: Course
-) -> None:
-    with staged_dir(folder / CHECKPOINT) as part:
-        write_tensors(part / _WEIGHTS, _weights(module))
-        write_tensors(part / _BEST, best)
-        moments = optimizer.state_dict()["state"]
-        flat = {f"{i}.{name}": value for i, state in moments.items() for name, value in state.items()}
-        write_tensors(part / _OPTIMIZER, flat)
-        (part / _STATE).write_text(json.dumps(asdict(course)))
-    _write_curve(folder, course)
+    module: nn.Module, best: dict[str, Tensor], optimizer: torch.optim.Optimizer, course: Course, folder: Path
+) -> dict[str, Any]:
+    write_tensors(folder / _WEIGHTS, _weights(module))
+    write_tensors(folder / _BEST, best)
+    moments = optimizer.state_dict()["state"]
+    flat = {f"{i}.{name}": value for i, state in moments.items() for name, value in state.items()}
+    write_tensors(folder / _OPTIMIZER, flat)
+    return asdict(course)
 
 
-def _write_curve(folder: Path, course: Course) -> None:
-    atomic_write(folder / CURVE, "".join(json.dumps(entry) + "\n" for entry in course.curve))
-
-
-def _settings(seed: int, spec: TrainingSpec, made_of: Sequence[Mapping[str, Any]]) -> str:
-    return digest_of([seed, spec.model_dump(mode="json"), [dict(key) for key in made_of]])
-
-
-def _stored(folder: Path, settings: str) -> Course | None:
-    """Where the training stands whose checkpoint is in `folder`, if there is one."""
-    if rank_and_world()[0] == 0:
-        restore(folder)
-    if not (folder / _STATE).exists():
-        return None
-    course = Course(**json.loads((folder / _STATE).read_text()))
-    if course.settings not in ("", settings):
-        fix = "choose another --out, or remove that folder to begin anew"
-        raise OutputError(str(folder), "holds a training with other settings", fix)
-    return course
-
-
-def _restore(folder: Path, settings: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> Course | None:
-    course = _stored(folder, settings)
-    if course is None:
-        return None
+def _restore(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Put weights and moments back; returns the weights that were best."""
     module.load_state_dict(dict(read_tensors(folder / _WEIGHTS)), strict=False)
     state = optimizer.state_dict()
     state["state"] = {}
@@ -282,7 +256,7 @@ def _restore(folder: Path, settings: str, module: nn.Module, optimizer: torch.op
         number, _, part = name.partition(".")
         state["state"].setdefault(int(number), {})[part] = value.clone()
     optimizer.load_state_dict(state)
-    return course
+    return dict(read_tensors(folder / _BEST))
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:

@@ -1,10 +1,14 @@
-"""A draft model in training: whole sequences, behind their prompts, one at a time.
+"""A draft model in training: which of its target's layers stay; whole sequences behind their prompts, one at a time.
 
-Letters: P tokens of a prompt, T rows of a sequence, H hidden size, V vocabulary.
+Layers go one by one: the one without which the law stays closest. Measured, not ranked by how little a layer turns its
+input (ShortGPT, arXiv 2403.03853), and anew after each layer that went, since neighbours that can stand in for each
+other cannot both go (SLEB, arXiv 2402.09025).
+Letters: P tokens of a prompt, T rows of a sequence, H hidden size, V vocabulary, K kept ids of a law.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 import json
 from pathlib import Path
 import shutil
@@ -12,24 +16,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+import torch.nn.functional as F
 
 from qspec.bridges import compressed
 from qspec.bridges.hf import load_folder, open_trainable
+from qspec.kept import Kept
 from qspec.models.layers import keep_layers, require_layers
 from qspec.models.load import stored_dtype
+from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.speculation.speculator import agreement, loss_of, overlap
-from qspec.pair.open import open_fitting
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, digest_of, staged_dir
-from qspec.records import EMBEDDING, HEAD, LoadedModel, QuantizedModel
+from qspec.provenance import digest_of, staged_dir
+from qspec.records import EMBEDDING, HEAD, LoadedModel
 from qspec.schema.drafts import ModelDraft
 from qspec.schema.recipe import Recipe
 from qspec.schema.training import DistillSpec, Loss
-from qspec.train.choose_layers import choose_layers
-from qspec.train.data import ANSWERS, TEXT, Rollout, both_stages, make_data, read_data
-from qspec.train.head_data import split
-from qspec.train.loop import CURVE, Judgement, facts, require_same, train
-from qspec.train.processes import barrier, rank_and_world
+from qspec.train.data import PARTS, Rollout, lessons
+from qspec.train.loop import CURVE, Course, Judgement, facts, train
+from qspec.train.processes import barrier, first_makes, rank_and_world
 
 _MOST_JUDGED = 4096
 
@@ -104,89 +108,118 @@ class ModelLearner:
         return read.logits[0].float(), read.hidden_states[-1][0, -rows:].float()
 
 
+@dataclass(frozen=True)
+class Dropped:
+    """A layer that went, and the KL divergence from the model's law without it and all before, nats per token."""
+
+    layer: int
+    kl: float
+
+
+def choose_layers(
+    model: LoadedModel, texts: Sequence[list[int]], count: int, progress: Progress
+) -> tuple[tuple[int, ...], list[Dropped]]:
+    """The `count` layers that stay, rising, and those that went, in that order. Holds the model in float32."""
+    whole = Decoder.from_float(model, torch.float32, max(map(len, texts)))
+    tokens = [torch.tensor(text) for text in texts]
+    laws = [whole.with_layers(range(model.arch.n_layers)).forward(tokens_T).log_softmax(-1) for tokens_T in tokens]
+    kept, dropped = list(range(model.arch.n_layers)), list[Dropped]()
+    for _ in progress.track(range(len(kept) - count), "drop layers", unit="layer"):
+        totals_N = torch.zeros(len(kept))
+        for tokens_T, law_TV in zip(tokens, laws, strict=True):
+            totals_N += _without_each(whole, kept, tokens_T, law_TV)
+        kls = (totals_N / sum(map(len, tokens))).tolist()
+        at, *others = sorted(range(len(kept)), key=kls.__getitem__)
+        dropped.append(Dropped(kept[at], kls[at]))
+        then = f"; next: layer {kept[others[0]]}, {kls[others[0]]:.4f}" if others else ""
+        progress.say(f"layer {kept[at]} goes: KL {kls[at]:.4f} nats per token without it{then}")
+        kept.pop(at)
+    return tuple(kept), dropped
+
+
+def _without_each(whole: Decoder, kept: Sequence[int], tokens_T: Tensor, law_TV: Tensor) -> Tensor:
+    """Sum of the KL divergences of a text without each of the layers that are left `[layers]`."""
+    x_TH, found = whole.embed(tokens_T), list[Tensor]()
+    for i, layer in enumerate(kept):
+        rest = whole.with_layers(kept[i + 1 :])
+        short_TV = rest.run_head(rest.run_layers(x_TH)).log_softmax(-1)
+        found.append(F.kl_div(short_TV, law_TV, reduction="sum", log_target=True))
+        x_TH = whole.with_layers([layer]).run_layers(x_TH)
+    return torch.stack(found)
+
+
 FACTS = "distillation.json"
-
-
-_CHOICE = "layers.json"
 
 
 _CHOSEN_ON = 64
 """Tokens of a text that layers are chosen on: their order hardly depends on longer ones, the time does."""
 
 
-def distill(
-    recipe: Recipe, draft: ModelDraft, model: LoadedModel, target: QuantizedModel, out: Path, progress: Progress
-) -> Path:
-    """Train the recipe's draft, layers of `model`, on what `target`, of `out/target`, reads and writes; `out/draft`.
+def distill(recipe: Recipe, draft: ModelDraft, model: LoadedModel, half: Path, out: Path, progress: Progress) -> Path:
+    """Train the recipe's draft, layers of `model`, on what the quantized target of `half` reads and writes.
 
     A call that was killed goes on. Under `torchrun` processes share the data's files and every batch.
     """
     assert draft.training is not None, "a draft is trained as the recipe says"
-    spec, rank = draft.training, rank_and_world()[0]
-    stages = both_stages(out / "target", target.tokenizer, spec.data, recipe.seed)
-    made_of = [stage.key for stage in stages]
-    require_same(out / "training", recipe.seed, spec, made_of)
-    chosen = _layers(spec, model, stages[0].parts, out / _CHOICE, progress) if rank == 0 else {}
-    length = max(spec.data.prompt_tokens + spec.data.answer_tokens, spec.data.text_length)
-    lm = open_fitting("the quantized target", target, length)
-    make_data(out / "data", lm, stages, spec.data, model.arch.eos_ids, recipe.seed, progress)
-    chosen = chosen or json.loads((out / _CHOICE).read_text())
-    kept = keep_layers(model, chosen["kept"])
-    text = read_data(out / "data", TEXT)
-    answers, judged = split(read_data(out / "data", ANSWERS), spec.data.held_out)
+    spec, target, kept = draft.training, compressed.read(half), Kept(out)
+    require_layers(spec.layers, model.arch)
+    data = lessons(spec.data, half, target, recipe.seed, out / "data", progress)
+    texts = [one.tokens_T[:_CHOSEN_ON].tolist() for one in data.text]
+    chosen = first_makes(partial(_layers, spec, model, texts, kept, progress))
+    short = keep_layers(model, chosen["kept"])
     progress.stage(f"train the draft: layers {', '.join(map(str, chosen['kept']))}")
-    learner = ModelLearner(_trainable(kept, spec, out / "start", rank), spec)
-    data = SequenceData(text), SequenceData(answers)
-    course = train(learner, data, SequenceData(judged), spec, recipe.seed, out / "training", progress, made_of)
-    if rank == 0:
+    learner = ModelLearner(_trainable(short, spec, kept, chosen), spec)
+    text, answers, judged = map(SequenceData, (data.text, data.answers, data.judged))
+    course = train(learner, (text, answers), judged, spec, recipe.seed, out / "training", progress, data.key)
+    if rank_and_world()[0] == 0:
         said = facts(recipe.seed, spec, target, course) | {"layers": chosen}
-        said["rows"] = {TEXT: data[0].rows, ANSWERS: data[1].rows, "held out": SequenceData(judged).rows}
-        _export(recipe, learner, kept, out, said)
+        said["rows"] = {name: part.rows for name, part in zip(PARTS, (text, answers, judged), strict=True)}
+        _export(recipe, learner, short, out / "draft", said, course)
     barrier()
     progress.close()
     return out / "draft"
 
 
 def _layers(
-    spec: DistillSpec, model: LoadedModel, text: list[list[list[int]]], path: Path, progress: Progress
+    spec: DistillSpec, model: LoadedModel, rows: list[list[int]], kept: Kept, progress: Progress
 ) -> dict[str, Any]:
-    """Which layers stay, and why; kept in `path` for a call that goes on."""
+    """Which layers stay, and why."""
     layers = spec.layers if isinstance(spec.layers, int) else list(spec.layers)
-    rows = [row[:_CHOSEN_ON] for part in text for row in part]
     texts = rows[: max(1, spec.layer_tokens // len(rows[0]))]
     asked = {"asked": layers, "texts": digest_of(texts), "model": model.source.get("sha256")}
-    if path.exists() and asked.items() <= (known := json.loads(path.read_text())).items():
-        return dict(known)
-    require_layers(spec.layers, model.arch)
-    found: dict[str, Any] = {"kept": layers, "dropped": []}
-    if isinstance(spec.layers, int):
-        progress.stage(f"choose {spec.layers} of {model.arch.n_layers} layers")
-        kept, dropped = choose_layers(model, texts, spec.layers, progress)
-        found = {"kept": list(kept), "dropped": [asdict(one) for one in dropped]}
-    atomic_write(path, json.dumps(asked | found, indent=1) + "\n")
-    return asked | found
+
+    def choose() -> dict[str, Any]:
+        if not isinstance(layers, int):
+            return asked | {"kept": layers, "dropped": []}
+        progress.stage(f"choose {layers} of {model.arch.n_layers} layers")
+        stay, dropped = choose_layers(model, texts, layers, progress)
+        return asked | {"kept": list(stay), "dropped": [asdict(one) for one in dropped]}
+
+    return dict(kept.value("layers", asked, choose))
 
 
-def _trainable(kept: LoadedModel, spec: DistillSpec, folder: Path, rank: int) -> Any:
+def _trainable(short: LoadedModel, spec: DistillSpec, kept: Kept, chosen: dict[str, Any]) -> Any:
     """The draft as it begins, in transformers; embedding and head stay the target's unless they are to be trained."""
-    if rank == 0:
-        with staged_dir(folder) as part:
-            compressed.write_float(replace(kept, files={}), part, torch.float32)
-    barrier()
-    module = open_trainable(folder, kept.arch)
+
+    def write(part: Path) -> None:
+        compressed.write_float(replace(short, files={}), part, torch.float32)
+
+    module = open_trainable(first_makes(lambda: kept.entry("start", chosen, write)).folder, short.arch)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(spec.embeddings or name not in (EMBEDDING, HEAD))
     return module
 
 
-def _export(recipe: Recipe, learner: ModelLearner, kept: LoadedModel, out: Path, said: dict[str, Any]) -> None:
+def _export(
+    recipe: Recipe, learner: ModelLearner, short: LoadedModel, out: Path, said: dict[str, Any], course: Course
+) -> None:
     """The trained draft with the target's tokenizer and the config of its layers, and what it says of itself."""
-    with staged_dir(out / "draft") as part:
+    with staged_dir(out) as part:
         written = part / "written"
         learner.module.save_pretrained(written)
-        kept.tokenizer.save(written)
-        trained = replace(kept, tensors=load_folder(written).tensors)
-        compressed.write_float(trained, part, stored_dtype(recipe, kept))
+        short.tokenizer.save(written)
+        trained = replace(short, tensors=load_folder(written).tensors)
+        compressed.write_float(trained, part, stored_dtype(recipe, short))
         shutil.rmtree(written)
         (part / FACTS).write_text(json.dumps(said, indent=1) + "\n")
-        (part / CURVE).write_bytes((out / "training" / CURVE).read_bytes())
+        (part / CURVE).write_text(course.lines)

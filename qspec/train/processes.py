@@ -1,11 +1,14 @@
 """Several processes on one job, as `torchrun` starts them; one process where it does not."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 import os
+from typing import TypeVar
 
 from torch import Tensor
 import torch.distributed as dist
+
+R = TypeVar("R")
 
 
 @contextmanager
@@ -30,6 +33,17 @@ def barrier() -> None:
     """Wait for all processes."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def first_makes(make: Callable[[], R]) -> R:
+    """The first process makes and keeps a result; the others wait, and call `make` to find what is kept."""
+    rank, _ = rank_and_world()
+    if rank:
+        barrier()
+    found = make()
+    if not rank:
+        barrier()
+    return found
 
 
 def average(values: Sequence[Tensor], weight: float = 1.0) -> None:

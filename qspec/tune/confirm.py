@@ -1,17 +1,15 @@
 """Predictions put to the test: whom to run, all of them in turns, and how fast they were."""
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
-from itertools import groupby
-import json
+from functools import cache, partial
+from itertools import groupby, product
 import math
-from pathlib import Path
 from typing import Any
 
 from qspec.bridges import harness
 from qspec.bridges.harness import Scores
+from qspec.kept import Kept
 from qspec.measure.arm import Arm, Request, Run
 from qspec.measure.bench import measure
 from qspec.measure.evaluate import compare
@@ -48,23 +46,19 @@ def confirm(
     requests: list[Request],
     recipe: Recipe,
     eos_ids: Collection[int],
-    path: Path,
+    kept: Kept,
     progress: Progress,
 ) -> dict[str, list[Run]]:
-    """Every arm answers the requests, in turns, at the recipe's own sampling; what `path` has is not asked again."""
+    """Every arm answers the requests, in turns, at the recipe's own sampling; what `kept` has is not asked again."""
     facts = [sorted(arms), [r.tokens for r in requests], {**recipe.as_dict(), "budget": None}]
-    key = json.dumps(facts, sort_keys=True)
-    kept = _read_runs(path, key)
-    done = {(r.temperature, r.repeat, r.prompt) for r in kept}
     spec = recipe.timing.model_copy(update={"temperatures": (recipe.speculation.temperature,)})
-    runs = measure(arms, requests, recipe.model_copy(update={"benchmark": spec}), eos_ids, progress, done)
-    with path.open("a", encoding="utf-8") as file:
-        for _, group in groupby(runs, lambda r: (r.temperature, r.repeat, r.prompt)):
-            same = list(group)
-            file.write(json.dumps({"key": key, "runs": [asdict(run) for run in same]}) + "\n")
-            file.flush()
-            kept += same
-    return {name: [run for run in kept if run.arm == name] for name in arms}
+    every = list(product(spec.temperatures, range(spec.repeats), range(len(requests))))
+    found = {one: entry.value for one in every if (entry := kept.find("runs", [facts, one]))}
+    runs = measure(arms, requests, recipe.model_copy(update={"benchmark": spec}), eos_ids, progress, found)
+    for one, group in groupby(runs, lambda r: (r.temperature, r.repeat, r.prompt)):
+        found[one] = kept.value("runs", [facts, one], partial(_fields, list(group)))
+    told = [_run(fields) for one in every for fields in found[one]]
+    return {name: [run for run in told if run.arm == name] for name in arms}
 
 
 def speed_of(runs: Sequence[Run]) -> Rate:
@@ -89,14 +83,8 @@ def halves(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
     return [run for run in runs if run.prompt in first], [run for run in runs if run.prompt in second]
 
 
-def _read_runs(path: Path, key: str) -> list[Run]:
-    """Runs of the same question; a last line that a kill cut short is left out."""
-    found: list[Run] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with suppress(json.JSONDecodeError):
-            entry = json.loads(line)
-            found += [_run(fields) for fields in entry["runs"] if entry["key"] == key]
-    return found
+def _fields(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return [asdict(run) for run in runs]
 
 
 def _run(fields: dict[str, Any]) -> Run:
@@ -118,7 +106,7 @@ def asked(answer: Answer, most: int) -> list[str]:
 
 
 def measure_tasks(pieces: Pieces, targets: Sequence[str]) -> Tasks:
-    """The recipe's tasks of qspec's own backend; the original answers once, and nothing that the journal has."""
+    """The recipe's tasks of qspec's own backend; the original answers once, and nothing that is kept."""
     halves = pieces.halves
     recipe = halves.space.recipe
     tasks = [task for task in recipe.evaluation.tasks if BACKEND in task.backends]
@@ -131,7 +119,7 @@ def measure_tasks(pieces: Pieces, targets: Sequence[str]) -> Tasks:
 
     def kept(target: str, index: int) -> TaskResult:
         task, settings = tasks[index], pieces.setting([target])
-        found = pieces.journal.kept(
+        found = pieces.kept.value(
             "task",
             [task.model_dump(mode="json"), settings],
             lambda: compare(task, BACKEND, scores(ORIGINAL, index), scores(target, index)).model_dump(mode="json"),

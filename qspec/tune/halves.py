@@ -1,14 +1,18 @@
 """The halves of a joint search in memory: quantized models by name, their decoders, and what drafts for a target."""
 
-from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
 
-import torch
-
+from qspec.bridges import compressed
 from qspec.measure.arm import Arm
+from qspec.models.load import load
+from qspec.models.vocab import limited
 from qspec.nn.engines import AnyDecoder, engine_name
 from qspec.pair.drafters.registry import Drafters, draft_policy, kind_of
-from qspec.pair.open import open_fitting
+from qspec.pair.open import compute_dtype, open_fitting
 from qspec.planning.tune_space import PLAIN, Space
+from qspec.progress import Progress
+from qspec.quantization.job import Calibration, quantized_half
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.drafts import DraftSpec
 from qspec.schema.quantization import QuantSpec
@@ -18,29 +22,31 @@ ORIGINAL = "original"
 
 
 class Halves:
-    """Decoders of a space by name; all stay in memory, since they take turns.
+    """Decoders of a space by name; all stay in memory, since they take turns. Quantized ones are kept in `folder`."""
 
-    target: the original. quantize: a model under a spec, kept under a name. limit: a draft with so many ids.
-    """
-
-    def __init__(
-        self,
-        space: Space,
-        target: LoadedModel,
-        quantize: Callable[[LoadedModel, QuantSpec, str], QuantizedModel],
-        limit: Callable[[QuantizedModel, int], QuantizedModel],
-        dtype: torch.dtype,
-    ) -> None:
-        self.space, self.target = space, target
-        self._quantize, self._limit, self._dtype = quantize, limit, dtype
+    def __init__(self, space: Space, folder: Path, progress: Progress) -> None:
+        self.space, self._folder, self._progress = space, folder, progress
+        self._recipe = space.recipe
         self._decoders: dict[str, AnyDecoder] = {}
         self._drafts: dict[str, LoadedModel] = {}
         self._models: dict[str, QuantizedModel] = {}
         self._drafters: dict[str, Drafters] = {}
 
+    @cached_property
+    def target(self) -> LoadedModel:
+        """The original. Heads of other sizes are refused before it is loaded."""
+        self._progress.stage("load")
+        for planned in self.space.drafts.values():
+            kind_of(planned.recipe.draft).require_files(planned.target.arch)
+        return load(self._recipe.target)
+
+    @cached_property
+    def _text(self) -> Calibration:
+        return Calibration(self._recipe.calibration, self.target.tokenizer, self._recipe.seed, self._progress)
+
     @property
     def max_length(self) -> int:
-        return min(self.space.recipe.speculation.max_length or 10**9, self.target.arch.max_positions)
+        return min(self._recipe.speculation.max_length or 10**9, self.target.arch.max_positions)
 
     @property
     def original(self) -> AnyDecoder:
@@ -76,13 +82,22 @@ class Halves:
     def opened(self, model: LoadedModel | QuantizedModel) -> AnyDecoder:
         """A decoder of any model, with room for as much as the others."""
         length = min(self.max_length, model.arch.max_positions)
-        return open_fitting("another half of the search", model, length, dtype=self._dtype)
+        return open_fitting("another half of the search", model, length, dtype=compute_dtype(self._recipe.dtype))
 
     def quantized(self, name: str) -> QuantizedModel:
         if name not in self._models:
-            made, size = self._quantize(self.model(name), self.spec(name), name), self.draft_vocab(name)
-            self._models[name] = self._limit(made, size) if size else made
+            names = [*self.space.targets, *self.with_weights]
+            self._progress.say(f"half {names.index(name) + 1} of {len(names)}: {name}")
+            self._models[name] = self.made(
+                self.model(name), self.spec(name), self.kept_as(name), self.draft_vocab(name)
+            )
         return self._models[name]
+
+    def made(self, model: LoadedModel, spec: QuantSpec, name: str, ids: int = 0) -> QuantizedModel:
+        """A model under a spec, kept under a name; ids: how many it can draft, 0: all."""
+        plain = "".join(c if c.isalnum() else "-" for c in name)
+        made = compressed.read(quantized_half(self._recipe, spec, model, self._text, self._folder, plain))
+        return limited(made, ids, self._text.rows) if ids else made
 
     def kept_as(self, name: str) -> str:
         """The name that a half's codes are kept under: one for all forms that differ in their ids alone."""

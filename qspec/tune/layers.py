@@ -16,7 +16,7 @@ from qspec.bridges.quant_config import patterns
 from qspec.numerics.speculation.lowering import Levels, Stop, best, descend, path, single_losses
 from qspec.numerics.statistics.fidelity import sum_of_minima
 from qspec.planning.tune_space import Form, Space
-from qspec.records import QuantizedModel
+from qspec.records import QuantizedModel, View
 from qspec.schema.drafts import Draft
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.tuning import LayersSpec, head_parts, with_head
@@ -153,8 +153,8 @@ class Lowering:
         def of(name: str) -> QuantizedModel:
             return home.get(".".join(name.split(".")[:3]), base)
 
-        tensors = _Routed([m.tensors for m in (base, *forms)], lambda name: of(name).tensors)
-        linears = _Routed([m.linears for m in (base, *forms)], lambda name: of(name).linears)
+        tensors = _routed([m.tensors for m in (base, *forms)], lambda name: of(name).tensors)
+        linears = _routed([m.linears for m in (base, *forms)], lambda name: of(name).linears)
         return replace(base, tensors=tensors, linears=linears, plan=build_plan(self.spec(levels)))
 
     def piece(self, levels: Levels) -> DraftPiece:
@@ -227,7 +227,7 @@ class Lowering:
             found = laws(watched(), pieces.sampling)
             return found | {"acceptance": float(torch.cat(overlaps).mean())}
 
-        return pieces.journal.kept("layers", facts, make)
+        return dict(pieces.kept.value("layers", facts, make))
 
     @cached_property
     def _wanted(self) -> list[Tensor]:
@@ -235,22 +235,9 @@ class Lowering:
         return [self._law.law(logits_TV) for logits_TV in answer_logits(lm, self._pieces.texts)]
 
 
-class _Routed(Mapping[str, V]):
+def _routed(every: Sequence[Mapping[str, V]], source: Callable[[str], Mapping[str, V]]) -> View[V]:
     """Items of several mappings, each from the one that its name leads to."""
-
-    def __init__(self, every: Sequence[Mapping[str, V]], source: Callable[[str], Mapping[str, V]]) -> None:
-        self._names, self._source = dict.fromkeys(n for one in every for n in one if n in source(n)), source
-
-    def __getitem__(self, name: str) -> V:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._source(name)[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    return View((n for one in every for n in one if n in source(n)), lambda name: source(name)[name])
 
 
 def as_data(found: Lowered) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""All pieces of a joint search, measured once or read from its journal."""
+"""All pieces of a joint search, each measured once."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from qspec.kept import Kept
 from qspec.measure.fidelity import measure_fidelity
 from qspec.nn.lm import GreedyLM
 from qspec.pair.drafters.kind import Weights
@@ -21,14 +22,12 @@ from qspec.speculation.engine import generate
 from qspec.speculation.types import Sampling
 from qspec.tune.halves import Halves
 from qspec.tune.pieces import (
-    Journal,
     Json,
     Texts,
     answer_logits,
     bookkeeping,
-    head_runs,
+    draft_runs,
     laws,
-    lookup_runs,
     pass_times,
     prompt_seconds,
 )
@@ -39,13 +38,22 @@ ROUNDS = 30
 
 
 class Pieces:
-    """Measures what `Model` is made of, on `prompts`; what the journal has is not measured again."""
+    """Measures what `Model` is made of, on `prompts`, once.
+
+    kept: what halves say, on whatever machine. timed: what holds seconds.
+    """
 
     def __init__(
-        self, halves: Halves, prompts: Sequence[list[int]], sampling: Sampling, journal: Journal, progress: Progress
+        self,
+        halves: Halves,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        kept: Kept,
+        timed: Kept,
+        progress: Progress,
     ) -> None:
         self.halves, self._prompts, self.sampling = halves, prompts, sampling
-        self.journal, self.progress = journal, progress
+        self.kept, self._timed, self.progress = kept, timed, progress
         self._recipe = halves.space.recipe
         self._spec: TuneSpec[Draft] = halves.space.spec
 
@@ -71,7 +79,7 @@ class Pieces:
             return {"answers": answers}
 
         settings = [self._source, self._prompts, self._spec.tokens]
-        return list(zip(self._prompts, self.journal.kept("answers", settings, make)["answers"], strict=True))
+        return list(zip(self._prompts, self.kept.value("answers", settings, make)["answers"], strict=True))
 
     @property
     def rows(self) -> list[int]:
@@ -113,7 +121,8 @@ class Pieces:
             greedy = list(self.halves.space.targets) if self._greedy else []
             return pass_times(lms, rows, spec.batches, spec.context, spec.repeats, self.progress, greedy)
 
-        return self.journal.kept("times", [self.setting(names), rows, spec.batches, spec.context, spec.repeats], make)
+        facts = [self.setting(names), rows, spec.batches, spec.context, spec.repeats]
+        return dict(self._timed.value("times", facts, make))
 
     def _rounds(self) -> Rounds:
         spec, vocab = self._spec, self.halves.target.arch.vocab_size
@@ -122,7 +131,7 @@ class Pieces:
         def make() -> Json:
             return bookkeeping(vocab, spec.lengths, spec.context, self.sampling, ROUNDS, self._greedy)
 
-        kept = self.journal.kept("rounds", facts, make)
+        kept = self._timed.value("rounds", facts, make)
         return Rounds(*({int(d): s for d, s in kept[part].items()} for part in ("engine", "draft")))
 
     def target(self, name: str, passes: Passes) -> TargetPiece:
@@ -139,7 +148,7 @@ class Pieces:
             return told | {"law": laws(answer_logits(lm, text), self.sampling)}
 
         settings = [self.setting([name]), fidelity and fidelity.model_dump(mode="json"), text, asdict(self.sampling)]
-        kept = self.journal.kept("target", settings, make)
+        kept = self.kept.value("target", settings, make)
         ci, ttft = kept["kl_ci"] and tuple(kept["kl_ci"]), max(self._prompt_seconds(name, text))
         return TargetPiece(passes, kept["kl"], ci, kept["top1"], ttft, kept["law"])
 
@@ -150,13 +159,11 @@ class Pieces:
         if draft.drafts_from == "text":
             arch = self.halves.target.arch
             drafter = kind_of(draft).drafter(Weights(), arch, arch.vocab_size)
-            kept = self.journal.kept("lookup", settings, lambda: lookup_runs(drafter, text, most))
+            kept = self._timed.value("lookup", settings, lambda: draft_runs(drafter, text, most))
             return DraftPiece(runs={"": kept}, seconds=kept["seconds"])
         if draft.drafts_from == "states":
             targets = [target for target, drafts in self.halves.space.pairs if drafts == name]
-            told = {
-                t: self.journal.kept("head", [*settings, self.setting([t])], self._head_runs(t, draft)) for t in targets
-            }
+            told = {t: self._timed.value("head", [*settings, self.setting([t])], self._head(t, draft)) for t in targets}
             seconds = sum(kept["seconds"] for kept in told.values()) / max(1, len(told))
             return DraftPiece(runs=told, seconds=seconds, per_token=True)
 
@@ -164,7 +171,7 @@ class Pieces:
             self.progress.stage(f"answers of {name}")
             return laws(answer_logits(self.halves.decoder(name), text), self.sampling)
 
-        law = self.journal.kept("draft", [*settings, self.setting([name])], make)
+        law = self.kept.value("draft", [*settings, self.setting([name])], make)
         begun = [([*prompt, *answer[:1]], answer) for prompt, answer in text]
         return DraftPiece(passes, law, self._prompt_seconds(name, begun))
 
@@ -173,13 +180,9 @@ class Pieces:
             return {"seconds": prompt_seconds(self.halves.decoder(name), texts)}
 
         facts = [self.setting([name]), [prompt for prompt, _ in texts]]
-        seconds: list[float] = self.journal.kept("prompts", facts, make)["seconds"]
+        seconds: list[float] = self._timed.value("prompts", facts, make)["seconds"]
         return seconds
 
-    def _head_runs(self, target: str, draft: DraftSpec) -> Callable[[], Json]:
-        def make() -> Json:
-            drafter = self.halves.head(target, draft)
-            most = draft.longest or max(self._spec.lengths)
-            return head_runs(self.halves.decoder(target), drafter, self.texts, most)
-
-        return make
+    def _head(self, target: str, draft: DraftSpec) -> Callable[[], Json]:
+        most = draft.longest or max(self._spec.lengths)
+        return lambda: draft_runs(self.halves.head(target, draft), self.texts, most, self.halves.decoder(target))

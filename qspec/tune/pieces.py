@@ -1,9 +1,7 @@
 """What a joint search measures once per half, to combine it for every pair: times of passes, and what it would say."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-import json
-from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
@@ -14,7 +12,6 @@ from torch import Tensor
 from qspec.nn.lm import LM, BatchLM
 from qspec.numerics.speculation.replay import runs_of
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, digest_of
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.engine import generate
 from qspec.speculation.length.policies import Fixed
@@ -27,36 +24,8 @@ MASS_KEPT = 256
 """Likeliest tokens of a sampled law that are kept; the overlap of two laws misses at most the smaller tail."""
 
 
-FORM = 3
-"""Of kept pieces; raised when what is measured changes."""
-
-
 Texts = Sequence[tuple[list[int], list[int]]]
 """Prompts with the original's greedy answers."""
-
-
-TIMED = ("times", "rounds", "prompts", "lookup", "head")
-"""Kept pieces that hold seconds; the others say what a half does to answers, on whatever machine."""
-
-
-class Journal:
-    """Measured pieces in a folder, one file each, written whole; a killed study goes on with those that are there."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @property
-    def timed(self) -> list[Path]:
-        """Files of kept seconds."""
-        return sorted(path for name in TIMED for path in self._folder.glob(f"{name}-*.json"))
-
-    def kept(self, name: str, settings: Any, make: Callable[[], Json]) -> Json:
-        """The piece that `settings` decide, measured by `make` unless it is kept."""
-        path = self._folder / f"{name}-{digest_of([FORM, settings])[:12]}.json"
-        if not path.exists():
-            atomic_write(path, json.dumps(make()))
-        kept: Json = json.loads(path.read_text(encoding="utf-8"))
-        return kept
 
 
 @torch.no_grad()
@@ -149,42 +118,30 @@ def laws(logits: Iterable[Tensor], sampling: Sampling) -> Json:
 
 
 @torch.no_grad()
-def lookup_runs(drafter: Drafter, texts: Texts, most: int) -> Json:
-    """Behind every position of every answer: tokens that a lookup proposes, and how many stand; seconds of a call."""
+def draft_runs(drafter: Drafter, texts: Texts, most: int, target: LM | None = None) -> Json:
+    """Behind every position of every answer: tokens that a draft without a model proposes, and how many stand.
+
+    seconds: of a call, or, of a speculator head, of a token. target: the one whose states a head reads.
+    """
     generator, found, seconds = torch.Generator().manual_seed(0), Json(drafted=[], runs=[]), []
     for prompt, answer in texts:
         drafter.reset()
+        if target is not None:
+            assert isinstance(drafter, Follower), "a speculator head reads its target"
+            target.truncate(0)
+            target.forward(torch.tensor(prompt), last=1)
+            drafter.follow(target)
         drafted, runs = [0], [0]
         for at in range(1, len(answer)):
-            proposal = drafter.propose([*prompt, *answer[:at]], most, Sampling(), generator)
+            proposal, true = drafter.propose([*prompt, *answer[:at]], most, Sampling(), generator), answer[at:]
+            if target is not None:
+                true = [*target.forward(torch.tensor([answer[at - 1]])).argmax(-1).tolist(), *true[1:]]
             drafted.append(len(proposal.tokens_K))
-            runs.append(_stand(proposal.tokens_K.tolist(), answer[at:]))
+            runs.append(_stand(proposal.tokens_K.tolist(), true))
             seconds.append(proposal.seconds)
         found["drafted"].append(drafted)
         found["runs"].append(runs)
-    return found | {"seconds": median(seconds) if seconds else 0.0}
-
-
-@torch.no_grad()
-def head_runs(target: LM, drafter: Drafter, texts: Texts, most: int) -> Json:
-    """The same of a speculator head, which reads the states of one target."""
-    generator, found, seconds = torch.Generator().manual_seed(0), Json(drafted=[], runs=[]), []
-    for prompt, answer in texts:
-        target.truncate(0)
-        target.forward(torch.tensor(prompt), last=1)
-        drafter.reset()
-        assert isinstance(drafter, Follower), "a speculator head reads its target"
-        drafter.follow(target)
-        drafted, runs = [0], [0]
-        for at in range(1, len(answer)):
-            proposal = drafter.propose([*prompt, *answer[:at]], most, Sampling(), generator)
-            following = target.forward(torch.tensor([answer[at - 1]])).argmax(-1).tolist()
-            drafted.append(len(proposal.tokens_K))
-            runs.append(_stand(proposal.tokens_K.tolist(), [*following, *answer[at + 1 :]]))
-            seconds.append(proposal.seconds)
-        found["drafted"].append(drafted)
-        found["runs"].append(runs)
-    return found | {"seconds": median(seconds) / most}
+    return found | {"seconds": median(seconds or [0.0]) / (1 if target is None else most)}
 
 
 def _stand(drafted: list[int], true: list[int]) -> int:

@@ -7,20 +7,15 @@ import json
 from pathlib import Path
 
 from qspec.errors import OutputError, RecipeError
+from qspec.kept import Kept
 from qspec.measure.arm import Request
-from qspec.measure.arms import Originals, load_originals
 from qspec.measure.bench import load_requests
-from qspec.models.vocab import limited
 from qspec.pair.drafters.registry import kind_of
-from qspec.pair.open import compute_dtype
 from qspec.planning.tune_space import space_of
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment, sole_writer
-from qspec.quantization.job import Calibration, quantized_half
-from qspec.records import LoadedModel, QuantizedModel
 from qspec.report.render import html as report_html
 from qspec.schema.devices import read_device
-from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe
 from qspec.speculation.types import Sampling
 from qspec.tune.answer import Answer, answer, pick
@@ -29,9 +24,11 @@ from qspec.tune.halves import Halves
 from qspec.tune.layers import Lowered, Lowering, ladders
 from qspec.tune.measure import Pieces
 from qspec.tune.page import Confirmed, Outcome, as_data, confirmed, document
-from qspec.tune.pieces import Journal
 from qspec.tune.predict import Model
 from qspec.tune.whatif import WhatIf, on_device, predict_device
+
+SECONDS = "seconds"
+"""The folder of all that was timed: without it a search predicts and runs in one sitting, and keeps the rest."""
 
 
 class Study:
@@ -42,32 +39,15 @@ class Study:
         self.recipe, self.spec = recipe, self.space.spec
         for planned in self.space.drafts.values():
             kind_of(planned.recipe.draft).require_trained()
-        self._journal, self._runs = Journal(out / "pieces"), out / "confirm.jsonl"
-
-    def forget_times(self) -> None:
-        """Delete all seconds that the folder keeps, so that predictions and runs come from one sitting.
-
-        Quantized halves, harm and what halves say stay. A search that is killed then goes on without this call.
-        """
-        for path in [*self._journal.timed, self._runs]:
-            path.unlink(missing_ok=True)
-
-    @cached_property
-    def halves(self) -> Halves:
-        return Halves(
-            self.space,
-            self._originals.target,
-            self._quantized,
-            lambda model, size: limited(model, size, self._text.rows),
-            compute_dtype(self.recipe.dtype),
-        )
+        self.halves = Halves(self.space, out / "halves", self.progress)
+        self._timed = Kept(out / SECONDS)
 
     @cached_property
     def pieces(self) -> Pieces:
         sampling = self.recipe.speculation
         law = Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
         prompts = [request.tokens for request in self._requests[0]]
-        return Pieces(self.halves, prompts, law, self._journal, self.progress)
+        return Pieces(self.halves, prompts, law, Kept(self.out / "pieces"), self._timed, self.progress)
 
     def search(self) -> tuple[Answer, list[Lowered]]:
         """All pieces, every prediction; with drafts lowered layer by layer, all forms are timed again beside them."""
@@ -99,19 +79,10 @@ class Study:
         chosen = finalists(found, self.spec.confirm, [(one.target, one.ladder.name) for one in lowered])
         arms = {p.name: self.halves.arm(p.target, p.draft, p.gamma) for p in chosen}
         arms |= {name: self.halves.arm(*of, 0) for name, of in (beside or {}).items()}
-        eos_ids = self._originals.target.arch.eos_ids
-        runs = confirm(arms, self._requests[1], self.recipe, eos_ids, self._runs, self.progress)
+        eos_ids = self.halves.target.arch.eos_ids
+        runs = confirm(arms, self._requests[1], self.recipe, eos_ids, self._timed, self.progress)
         speeds = {name: speed_of(mine) for name, mine in runs.items()}
         return tuple(confirmed(p, runs[p.name]) for p in chosen), {name: speeds[name] for name in beside or {}}
-
-    @cached_property
-    def _originals(self) -> Originals:
-        return load_originals(self.recipe, self.progress)
-
-    @cached_property
-    def _text(self) -> Calibration:
-        recipe = self.recipe
-        return Calibration(recipe.calibration, self._originals.target.tokenizer, recipe.seed, self.progress)
 
     @cached_property
     def _requests(self) -> tuple[list[Request], list[Request]]:
@@ -119,19 +90,13 @@ class Study:
         spec, mine = self.recipe.timing, self.spec.per_category
         whole = spec.model_copy(update={"per_category": spec.per_category and mine + spec.per_category})
         room = self.halves.max_length - max(spec.max_new_tokens, self.spec.tokens)
-        found, _ = load_requests(whole, self._originals.target.tokenizer, room)
+        found, _ = load_requests(whole, self.halves.target.tokenizer, room)
         parts: tuple[list[Request], list[Request]] = ([], [])
         for _, same in groupby(found, lambda r: r.category):
             listed = list(same)
             parts[0].extend(listed[:mine])
             parts[1].extend(listed[mine:])
         return parts
-
-    def _quantized(self, model: LoadedModel, spec: QuantSpec, name: str) -> QuantizedModel:
-        recipe, names = self.recipe, [*self.space.targets, *self.halves.with_weights]
-        self.progress.say(f"half {names.index(name) + 1} of {len(names)}: {name}")
-        folder = self.out / "halves" / "".join(c if c.isalnum() else "-" for c in self.halves.kept_as(name))
-        return quantized_half(recipe, spec, model, self._text, folder)
 
 
 def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome:
@@ -163,7 +128,7 @@ def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = 
     Raises `RecipeError` for a device without one, `OutputError` for a folder of something that was run.
     """
     job = on_device(recipe, device)
-    if any(path.exists() for path in (out / "recipe.yaml", out / "confirm.jsonl", *out.glob("pieces/times-*.json"))):
+    if (out / "recipe.yaml").exists() or any(out.glob(f"{SECONDS}/times-*")):
         raise OutputError(str(out), "holds what was measured on a device", "choose another --out for predictions")
     study = Study(job, out, progress)
     with sole_writer(out):

@@ -29,8 +29,7 @@ from qspec.schema.drafts import MlpDraft
 from qspec.schema.recipe import BenchmarkSpec, Recipe
 from qspec.schema.training import TrainingData
 from qspec.train.data import Rollout, answer
-from qspec.train.head import HeadLearner
-from qspec.train.head_data import lay_out
+from qspec.train.head import HeadLearner, lay_out
 from scripts.common import write_baseline
 from scripts.drafts.speculator import CATEGORIES
 
@@ -101,7 +100,7 @@ def main() -> None:
     for name, changes in TARGETS.items():
         recipe = read_recipe(options, changes)
         folders[name] = train_draft(recipe, WORK / name, progress)
-        targets[name] = compressed.read(WORK / name / "target")
+        targets[name] = compressed.read(next((WORK / name).glob("target-*")))
     assert isinstance(recipe.draft, MlpDraft)
     folders["quantized, as shipped"] = head_folder(recipe.draft, targets["quantized"].arch)
     rows = list[Row]()

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-import json
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from qspec.kept import Kept
 from qspec.planning.planned import PlannedPair, resolve
 from qspec.progress import Progress
-from scripts.common import digest
 from scripts.speed.matrix import Lengths, SpeedSubject
 from scripts.speed.study import Row, Timed, ceiling, row
 
@@ -26,7 +27,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """A subject and what is kept of it: a line for every arm of a cell, under a digest of all that decides it."""
+    """A subject and what is kept of it: every arm of a cell, under a digest of all that decides it."""
 
     name: str
     subject: SpeedSubject
@@ -34,28 +35,27 @@ class Study:
     place: str
 
     @property
-    def path(self) -> Path:
-        return WORK / f"{self.name}.jsonl"
+    def folder(self) -> Path:
+        return WORK / self.name
 
     @property
     def cells(self) -> list[Cell]:
         s = self.subject
         return [Cell(shape, batch, i) for i in range(s.repeats) for shape in s.shapes for batch in s.batches]
 
-    def key(self, arm: str, cell: Cell) -> str:
+    def key(self, arm: str, cell: Cell) -> list[Any]:
         s = self.subject
         told = [s.prompts, s.arms[arm], s.shapes[cell.shape]]
-        fixed = [self.place, s.model, s.seed, cell.batch, {"prompts of repeat": cell.repeat}]
-        return digest([*fixed, *(part.model_dump(mode="json") for part in told)])
+        fixed = [self.place, s.model, s.seed, asdict(cell), arm]
+        return [*fixed, *(part.model_dump(mode="json") for part in told)]
 
-    def entries(self) -> list[dict[str, Any]]:
-        """Lines that hold under the present settings."""
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        known = {(self.key(arm, cell), arm, cell) for arm in self.subject.arms for cell in self.cells}
-        return [e for e in map(json.loads, lines) if (e["key"], e["arm"], Cell(**e["cell"])) in known]
+    def entries(self) -> dict[tuple[str, Cell], dict[str, Any]]:
+        """What is kept under the present settings: how an arm did in a cell, and in which engine."""
+        kept, every = Kept(self.folder), product(self.subject.arms, self.cells)
+        return {one: entry.value for one in every if (entry := kept.find("cell", self.key(*one)))}
 
     def kept(self) -> dict[tuple[str, Cell], Timed]:
-        return {(e["arm"], Cell(**e["cell"])): Timed(**e["run"]) for e in self.entries()}
+        return {one: Timed(**entry["run"]) for one, entry in self.entries().items()}
 
     @property
     def todo(self) -> list[tuple[str, Cell]]:
@@ -65,12 +65,11 @@ class Study:
         return [one for one in every if one not in kept]
 
     def run(self, measure: Measure, engine: str, progress: Progress) -> None:
-        todo = self.todo
+        todo, kept = self.todo, Kept(self.folder)
         for arm, cell in progress.track(todo, self.name, len(todo), "cell"):
-            found = measure(arm, self.subject.shapes[cell.shape], cell.batch, cell.repeat)
-            told = {"cell": asdict(cell), "arm": arm, "key": self.key(arm, cell), "engine": engine}
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(told | {"run": asdict(found)}) + "\n")
+            shape = self.subject.shapes[cell.shape]
+            make = partial(measure, arm, shape, cell.batch, cell.repeat)
+            kept.value("cell", self.key(arm, cell), lambda: {"engine": engine, "run": asdict(make())})  # noqa: B023
 
     def rows(self, speed: float | None) -> Iterator[Row]:
         """By shape, batch and arm; speed: bytes per second of this machine, None: the device's data sheet."""

@@ -12,6 +12,7 @@ import shutil
 
 import torch
 
+from qspec.kept import Kept
 from qspec.nn.engines import engine_name
 from qspec.numerics.speculation.speedup import pass_cost
 from qspec.numerics.statistics.pareto import paying
@@ -19,7 +20,7 @@ from qspec.numerics.statistics.predictive import off
 from qspec.progress import Progress
 from qspec.provenance import environment
 from qspec.report.study import ratio
-from qspec.tune.pieces import Journal, Json, pass_times
+from qspec.tune.pieces import Json, pass_times
 from qspec.tune.predict import Passes, passes_of
 from scripts.common import read_options, write_baseline
 from scripts.speed.journal import WORK, Study
@@ -52,7 +53,7 @@ def passes(study: Study, engine: Engine) -> Json:
         def make(context: int = lengths.prompt) -> Json:
             return pass_times(target, ROWS, subject.batches, context, PASSES, engine.progress)
 
-        found[shape] = Journal(WORK / "passes").kept("passes", settings, make)["target"]
+        found[shape] = Kept(WORK / "passes").value("passes", settings, make)["target"]
     return found
 
 
@@ -100,13 +101,13 @@ def main() -> None:
     progress, rows = Progress(), list[Row]()
     facts = environment() | {"torch threads": str(torch.get_num_threads())}
     if args.list:
-        print(*(f"{len(study.kept())} kept {study.path.name}" for study in studies(args)), sep="\n")
+        print(*(f"{len(study.kept())} kept {study.name}" for study in studies(args)), sep="\n")
         return
     if args.again:
         shutil.rmtree(WORK / "passes", ignore_errors=True)
     for study in studies(args):
         if args.again:
-            study.path.unlink(missing_ok=True)
+            shutil.rmtree(study.folder, ignore_errors=True)
         engine = Engine(study.subject, progress)
         times = {shape: passes_of(at) for shape, at in passes(study, engine).items()}
         facts["engine"] = engine_name(engine.target(study.arms[0]))

@@ -15,6 +15,7 @@ from itertools import product
 import json
 from pathlib import Path
 import re
+import shutil
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
@@ -254,10 +255,10 @@ def main() -> None:
         facts = json.loads(out.read_bytes())["environment"]
     for study in () if args.rows else every:
         if args.again:
-            study.path.unlink(missing_ok=True)
+            shutil.rmtree(study.folder, ignore_errors=True)
         run(study, servers, progress)
     progress.close()
-    facts["engine"] = "; ".join(dict.fromkeys(e["engine"] for study in every for e in study.entries()))
+    facts["engine"] = "; ".join(dict.fromkeys(e["engine"] for study in every for e in study.entries().values()))
     if not servers and all(study.subject.device == "cpu" for study in every):
         facts.setdefault("memory read, GB/s", f"{bandwidth().value / 1e9:.2f}")
     speed = 1e9 * float(facts["memory read, GB/s"]) if "memory read, GB/s" in facts else None

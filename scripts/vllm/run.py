@@ -27,6 +27,7 @@ from urllib.request import ProxyHandler, Request as Call, build_opener
 import torch
 
 from qspec.bridges.vllm import server as vllm
+from qspec.kept import Kept
 from qspec.measure.arm import Request
 from qspec.measure.arms import load_originals
 from qspec.measure.bench import load_requests
@@ -36,7 +37,7 @@ from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package
 from qspec.pipeline import quantize_halves
 from qspec.progress import Progress
-from qspec.provenance import atomic_write, environment
+from qspec.provenance import environment
 from qspec.schema.recipe import BenchmarkSpec, Recipe
 from qspec.serving.vllm import NEUTRAL, serving
 from qspec.speculation.engine import generate
@@ -118,15 +119,16 @@ def served(args: argparse.Namespace, requests: Sequence[Request], *, draft: bool
     job = serving(args.pair, draft=draft, more=SMALL)
     halves = half_digests(read_manifest(args.pair))
     asked = [vllm.version(args.python), halves, job.arguments, [request.tokens for request in requests], args.new]
-    path = WORK / f"{digest(asked)}.json"
-    if args.again or not path.exists():
+
+    def ask_all() -> dict[str, Any]:
         name = job.arguments[job.arguments.index("--served-model-name") + 1]
         with vllm.server(args.python, job.model, (*NEUTRAL, *job.arguments), "127.0.0.1", args.port, 900):
             url = f"http://127.0.0.1:{args.port}"
             answers = [ask(url, request.tokens, args.new, name) for request in requests]
-            WORK.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, json.dumps(asdict(Served(answers, *counters(url)))))
-    return Served(**json.loads(path.read_bytes()))
+            return asdict(Served(answers, *counters(url)))
+
+    answered = Kept(WORK).keep if args.again else Kept(WORK).entry
+    return Served(**answered("served", asked, lambda _: ask_all()).value)
 
 
 def ours(pair: LoadedPair, request: Request, new: int, k: int) -> Generation:

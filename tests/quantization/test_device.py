@@ -54,7 +54,7 @@ def test_a_pair_for_a_gpu_is_quantized_on_one(tmp_path: Path, monkeypatch: pytes
     for device in ("cpu", "h200"):
         one = recipe().model_copy(update={"device": device})
         with pytest.raises(InterruptedError):
-            job.quantized_half(one, one.target.quantization, model, text, tmp_path / device)
+            job.quantized_half(one, one.target.quantization, model, text, tmp_path, device)
     assert asked == [CPU, torch.device("cuda")]
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from qspec.errors import RecipeError
+from qspec.inspection.sensitivity import known
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.statistics.fidelity import kl_divergence
 from qspec.plan import QuantPlan, Rule
 from qspec.quantization.rtn import quantize
-from qspec.quantization.sensitivity import kept_scores, sampled, sensitivity
+from qspec.quantization.sensitivity import basis, sampled, sensitivity
 from qspec.quantization.units import candidate_schemes
 from qspec.records import LoadedModel
 from qspec.schema.quantization import MixedSpec, QuantSpec, RuleSpec
@@ -87,7 +88,7 @@ def test_kl_is_that_of_the_whole_model(model: LoadedModel) -> None:
 
 def test_head_and_static_scales_can_be_scored(model: LoadedModel) -> None:
     """Would catch a head without its norm, and static schemes that lack ranges."""
-    spec = QuantSpec(mixed=MixedSpec(bits=8, candidates=("FP8", "none")), ignore=("o_proj",))
+    spec = QuantSpec(mixed=MixedSpec(bits=9, candidates=("FP8", "none")), ignore=("o_proj",))
     scores = sensitivity(model, ROWS, spec, width=2)
     assert scores.units[-1].layers == ("lm_head",)
     assert all(unit.errors[0] > 0 for unit in scores.units)
@@ -113,12 +114,12 @@ def test_other_architectures(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_it_is_measured(
-    model: LoadedModel, tmp_path: Path, fields: dict[str, object], part: str
+    model: LoadedModel, fields: dict[str, object], part: str
 ) -> None:
     """Would catch a pass over the text whose plan nobody can have, and a division by no weights."""
     spec = QuantSpec.model_validate({"group_size": 32, **fields})
     with pytest.raises(RecipeError, match=part):
-        kept_scores(tmp_path / "sensitivity.json", model, [], spec, 2)
+        sensitivity(model, [], spec, 2)
 
 
 def test_a_head_of_its_own_is_scored(tmp_path: Path) -> None:
@@ -134,16 +135,10 @@ def test_a_head_of_its_own_is_scored(tmp_path: Path) -> None:
     assert look(str(path)).scores.units[-1].layers == ("lm_head",)
 
 
-def test_kept_scores_are_used_only_for_what_they_were_measured_on(
-    model: LoadedModel, scores: Scores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Would catch a second pass for another budget, and stale or damaged scores that are believed."""
-    path, passes = tmp_path / "new" / "sensitivity.json", []
-    monkeypatch.setattr("qspec.quantization.sensitivity.sensitivity", lambda *a: passes.append(a) or sensitivity(*a))
-    assert kept_scores(path, model, ROWS, SPEC, 2) == scores
-    other_budget = SPEC.model_copy(update={"mixed": MixedSpec(bits=5)})
-    assert kept_scores(path, model, ROWS, other_budget, 2) == scores
-    assert len(passes) == 1
+def test_scores_of_another_basis_are_other_scores(model: LoadedModel) -> None:
+    """Would catch a second pass for another budget, and stale scores that are believed."""
+    own = basis(model, ROWS, SPEC, 2, 0)
+    assert basis(model, ROWS, SPEC.model_copy(update={"mixed": MixedSpec(bits=5)}), 2, 0) == own
     renamed = replace(model, source={"sha256": "other"})
     ruled = SPEC.model_copy(update={"rules": (RuleSpec(match="down_proj", scheme="W8A8"),)})
     for stale in (
@@ -152,7 +147,15 @@ def test_kept_scores_are_used_only_for_what_they_were_measured_on(
         (model, ROWS, ruled, 2),
         (model, ROWS, SPEC, 4),
     ):
-        kept_scores(path, *stale)
-    assert len(passes) == 5
+        assert basis(*stale, 0) != own
+
+
+def test_a_file_of_scores_is_read_only_for_what_they_were_measured_on(scores: Scores, tmp_path: Path) -> None:
+    """Would catch `qspec sensitivity --out` that believes damaged scores, or those of another model."""
+    path = tmp_path / "sensitivity.json"
+    assert known(path, scores.basis) is None
+    path.write_text(scores.model_dump_json(), encoding="utf-8")
+    assert known(path, scores.basis) == scores
+    assert known(path, scores.basis.model_copy(update={"model": "other"})) is None
     path.write_text("{}", encoding="utf-8")
-    assert kept_scores(path, model, ROWS, SPEC, 2) == scores
+    assert known(path, scores.basis) is None

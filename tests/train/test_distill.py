@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from qspec import pipeline
+from qspec.bridges import compressed
 from qspec.bridges.hf import load_folder, open_trainable
 from qspec.errors import RecipeError
+from qspec.kept import Kept
 from qspec.models.layers import keep_layers
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.statistics.fidelity import kl_divergence
@@ -23,10 +25,8 @@ from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
 from qspec.schema.training import DistillSpec
 from qspec.train import loop as train_draft, model as distill
-from qspec.train.choose_layers import choose_layers
-from qspec.train.data import ANSWERS, Rollout, read_data
-from qspec.train.head_data import split
-from qspec.train.model import FACTS, ModelLearner, SequenceData
+from qspec.train.data import Rollout, lessons
+from qspec.train.model import FACTS, ModelLearner, SequenceData, choose_layers
 from tests.jobs import job, training_data
 from tests.served import transformers_model
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -107,13 +107,13 @@ def test_the_target_itself_agrees_with_its_laws(tiny):
 def test_a_resumed_training_ends_with_the_same_weights(tmp_path, tiny, parts, monkeypatch):
     """Would catch a frozen weight that is stored as trained, moments that are lost, or sequences in another order."""
     whole = trained(tiny, parts, tmp_path / "whole")[0]
-    saved = train_draft._save
+    keep = Kept.keep
 
     def killed(*args):
-        saved(*args)
+        keep(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_draft, "_save", killed)
+    monkeypatch.setattr(Kept, "keep", killed)
     with pytest.raises(KeyboardInterrupt):
         trained(tiny, parts, tmp_path / "killed")
     monkeypatch.undo()
@@ -246,19 +246,21 @@ def test_a_second_call_changes_nothing(made):
     recipe, folder = made
     before = load_folder(folder / "out/draft").tensors
     before = {name: before[name].clone() for name in before}
-    choice = (folder / "out/layers.json").stat().st_mtime_ns
+    times = {path: path.stat().st_mtime_ns for path in (folder / "out").iterdir() if path.name != "draft"}
     pipeline.train_draft(recipe, folder / "out", QUIET)
     after = load_folder(folder / "out/draft").tensors
     assert all(torch.equal(after[name], before[name]) for name in before)
-    assert (folder / "out/layers.json").stat().st_mtime_ns == choice
+    assert times == {path: path.stat().st_mtime_ns for path in (folder / "out").iterdir() if path.name != "draft"}
 
 
 def test_held_out_answers_have_their_prompts(made):
     """Would catch answers that a model reads without what was asked."""
-    _, folder = made
-    answers = read_data(folder / "out/data", ANSWERS)
-    assert all(len(one.prompt_P) > 1 for one in answers)
-    assert len(split(answers, 0.2)[1]) == 2
+    recipe, folder = made
+    (half,) = (folder / "out").glob("target-*")
+    spec = recipe.draft.training.data.model_copy(update={"held_out": 0.2})
+    data = lessons(spec, half, compressed.read(half), recipe.seed, folder / "out/data", QUIET)
+    assert all(len(one.prompt_P) > 1 for one in [*data.answers, *data.judged])
+    assert len(data.judged) == 2
 
 
 def test_what_cannot_be_made_is_refused(tmp_path, tiny):
@@ -306,9 +308,9 @@ def test_a_path_that_looks_like_a_hub_id_is_known_by_its_end(tmp_path, monkeypat
 def test_layers_are_chosen_anew_on_other_text(made):
     """Would catch a choice that is kept although the text that it was made on is another."""
     recipe, folder = made
-    model, path = load_folder(folder / "tiny"), folder / "chosen.json"
+    model, kept = load_folder(folder / "tiny"), Kept(folder / "chosen")
     spec = recipe.draft.training
-    texts = [[list(range(5 + i, 45 + i))] for i in range(2)]
-    first = distill._layers(spec, model, texts[:1], path, QUIET)
-    assert distill._layers(spec, model, texts[:1], path, QUIET) == first
-    assert distill._layers(spec, model, texts[1:], path, QUIET)["texts"] != first["texts"]
+    texts = [list(range(5 + i, 45 + i)) for i in range(2)]
+    first = distill._layers(spec, model, texts[:1], kept, QUIET)
+    assert distill._layers(spec, model, texts[:1], kept, QUIET) == first
+    assert distill._layers(spec, model, texts[1:], kept, QUIET)["texts"] != first["texts"]

@@ -13,8 +13,8 @@ import torch
 
 from qspec import pipeline
 from qspec.bridges import compressed
-from qspec.errors import OutputError, RecipeError, SourceError
-from qspec.nn.engines import open_decoder
+from qspec.errors import RecipeError, SourceError
+from qspec.kept import Kept
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
 from qspec.progress import Progress
 from qspec.records import EMBEDDING
@@ -23,9 +23,8 @@ from qspec.schema.recipe import Recipe
 from qspec.schema.training import TrainingData, TrainingSpec
 from qspec.speculation.drafters.mlp import MlpDrafter
 from qspec.train import head as speculator_head, loop as train_draft
-from qspec.train.data import Rollout, both_stages, make_data, short_prompts
-from qspec.train.head import HeadLearner
-from qspec.train.head_data import draft_ids, frequent_ids, lay_out, split
+from qspec.train.data import Rollout, lessons, short_prompts, split
+from qspec.train.head import HeadLearner, draft_ids, frequent_ids, lay_out
 from qspec.tune.search import tune
 from tests.arms import Letters
 from tests.jobs import job, training_data
@@ -63,8 +62,7 @@ def test_heads_learn_what_can_be_known(tmp_path):
     head, course = trained(tmp_path)
     assert course.best > 2.5  # of 3: every token of a chain of two stands
     assert course.curve[-1]["step"] == course.total == 120
-    lines = (tmp_path / "curve.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 40, 80, 120]
+    assert [json.loads(line)["step"] for line in course.lines.splitlines()] == [0, 40, 80, 120]
     found = HeadLearner(head).judge(lay_out(rollouts(8, 2), N, None, V))
     assert found.score == pytest.approx(course.best, abs=1e-6)
 
@@ -79,13 +77,13 @@ def test_every_loss_trains(tmp_path, loss):
 def test_a_resumed_training_ends_with_the_same_weights(tmp_path, monkeypatch):
     """Would catch an optimizer, an order of batches or a schedule that starts anew."""
     whole = trained(tmp_path / "whole")[0]
-    saved = train_draft._save
+    keep = Kept.keep
 
-    def killed(folder, head, best, optimizer, course):
-        saved(folder, head, best, optimizer, course)
+    def killed(*args):
+        keep(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_draft, "_save", killed)
+    monkeypatch.setattr(Kept, "keep", killed)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path / "killed")
@@ -99,18 +97,22 @@ def test_a_resumed_training_ends_with_the_same_weights(tmp_path, monkeypatch):
 def test_a_checkpoint_that_was_set_aside_is_found(tmp_path, monkeypatch):
     """Would catch hours of training begun anew for a process killed while it replaced one checkpoint by the next."""
     trained(tmp_path)
-    folder = tmp_path / train_draft.CHECKPOINT
+    (folder,) = tmp_path.iterdir()
     folder.rename(folder.with_name(f".{folder.name}.previous"))
     monkeypatch.setattr(train_draft, "_save", None)  # nothing is left to train
     trained(tmp_path)
     assert folder.is_dir()
 
 
-def test_a_training_with_other_settings_is_not_resumed(tmp_path):
-    """Would catch weights of another schedule, or of other layers, that are taken for a beginning."""
-    trained(tmp_path)
-    with pytest.raises(OutputError, match="holds a training with other settings; choose another --out"):
-        trained(tmp_path, SPEC.model_copy(update={"rate": 0.01}))
+def test_other_settings_are_another_training(tmp_path, monkeypatch):
+    """Would catch weights of another schedule taken for a beginning, and hours that another recipe deletes."""
+    first = trained(tmp_path)[0]
+    other, fresh = (trained(tmp_path / at, SPEC.model_copy(update={"rate": 0.01}))[0] for at in ("", "fresh"))
+    for mine, its in zip(other.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    monkeypatch.setattr(train_draft, "_save", None)  # nothing is left to train
+    for mine, its in zip(trained(tmp_path)[0].parameters(), first.parameters(), strict=True):
+        assert torch.equal(mine, its)
 
 
 def test_two_processes_train_what_one_does(tmp_path):
@@ -205,7 +207,8 @@ def test_a_head_may_begin_with_the_targets_rows(made, tmp_path, monkeypatch):
     fields["draft"]["training"] |= {"start": "target"}
     with pytest.raises(Begun):
         pipeline.train_draft(Recipe.model_validate(fields), out, Progress(quiet=True))
-    rows_VH = compressed.read(out / "target").tensors[EMBEDDING]
+    (half,) = out.glob("target-*")
+    rows_VH = compressed.read(half).tensors[EMBEDDING]
     alike = torch.nn.functional.cosine_similarity(begun[0].emb[1].weight[7].detach(), rows_VH[7, :16], dim=0)
     assert float(alike) == pytest.approx(1.0)
     fields["draft"] |= {"shared": True}
@@ -221,58 +224,43 @@ def test_data_is_made_once(made):
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "out/data").iterdir()}
 
 
-class Heard(Progress):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    @property
-    def anew(self) -> list[str]:
-        return [line.removeprefix("training data: ") for line in self.lines if "is made anew" in line]
-
-
-def make(made, folder: Path, **fields) -> list[str]:
-    """Data of the trained recipe's target with other fields; what was said to be made anew."""
+def make(made, folder: Path, **fields) -> dict[str, set[str]]:
+    """Makes data of the trained recipe's target with other fields; returns the names of what is there, by stage."""
     recipe, _, home = made
-    spec, target = recipe.draft.training.data.model_copy(update=fields), compressed.read(home / "out/target")
-    stages, heard = both_stages(home / "out/target", target.tokenizer, spec, recipe.seed), Heard()
-    make_data(folder, open_decoder(target, max_length=128), stages, spec, target.arch.eos_ids, recipe.seed, heard)
-    return heard.anew
+    spec = recipe.draft.training.data.model_copy(update=fields)
+    (half,) = (home / "out").glob("target-*")
+    lessons(spec, half, compressed.read(half), recipe.seed, folder, Progress(quiet=True))
+    names = content(folder)
+    return {stage: {name for name in names if name.startswith(stage)} for stage in ("text", "answers")}
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "anew"),
     [
-        ({"top": 4}, ["text is made anew, for other top", "answers is made anew, for other top"]),
-        ({"states": "fp8_e4m3"}, ["text is made anew, for other states", "answers is made anew, for other states"]),
-        ({"text_tokens": 96}, ["text is made anew, for other text"]),
-        ({"text_length": 16}, ["text is made anew, for other text"]),
-        ({"answers": 9}, ["answers is made anew, for other prompts"]),
-        ({"answer_tokens": 17}, ["answers is made anew, for other answer_tokens"]),
-        ({"greedy": 0.0, "batch": 2}, ["answers is made anew, for other batch, greedy"]),
+        ({"top": 4}, ["text", "answers"]),
+        ({"states": "fp8_e4m3"}, ["text", "answers"]),
+        ({"text_tokens": 96}, ["text"]),
+        ({"text_length": 16}, ["text"]),
+        ({"answers": 9}, ["answers"]),
+        ({"answer_tokens": 17}, ["answers"]),
+        ({"greedy": 0.0, "batch": 2}, ["answers"]),
         ({"held_out": 0.3}, []),
         ({"prompt_tokens": 63}, []),  # no prompt is that long
     ],
     ids=str,
 )
-def test_data_is_made_anew_for_what_decides_it_and_nothing_else(made, tmp_path, change, said):
+def test_data_is_made_anew_for_what_decides_it_and_nothing_else(made, tmp_path, change, anew):
     """Would catch a head that learns from data of another recipe, and hours of answers that are written again."""
-    assert make(made, tmp_path / "data") == []
-    before = content(tmp_path / "data")
-    assert make(made, tmp_path / "data", **change) == said
-    assert make(made, tmp_path / "fresh", **change) == []
-    assert content(tmp_path / "data") == content(tmp_path / "fresh")
-    assert bool(said) == (content(tmp_path / "data") != before)
-    assert make(made, tmp_path / "data", **change) == []
+    before = make(made, tmp_path / "data")
+    first = content(tmp_path / "data")
+    after, fresh = make(made, tmp_path / "data", **change), make(made, tmp_path / "fresh", **change)
+    assert [stage for stage in before if after[stage] != before[stage]] == anew
+    assert content(tmp_path / "data") == first | content(tmp_path / "fresh")  # what was there stays
+    assert all(after[stage] == before[stage] | fresh[stage] for stage in before)
 
 
 @pytest.mark.parametrize(
@@ -292,21 +280,18 @@ def test_prompts_that_never_fit_are_refused(tmp_path, monkeypatch, changes, rule
 
 
 def test_another_target_reads_and_answers_anew(made, tmp_path):
-    """Would catch laws of a target that is gone, and a training that goes on with them, or is told so hours later."""
+    """Would catch laws of a target that is gone, and a training that goes on with them."""
     recipe, _, folder = made
     out = Path(shutil.copytree(folder / "out", tmp_path / "out"))
     plain = recipe.target.model_copy(update={"quantization": QuantSpec(scheme="W8A8")})
-    other, before = recipe.model_copy(update={"target": plain}), content(out / "data")
-    with pytest.raises(OutputError, match="holds a training with other settings"):
-        pipeline.train_draft(other, out, Progress(quiet=True))
+    before, head = content(out / "data"), content(out / "head")
+    pipeline.train_draft(recipe.model_copy(update={"target": plain}), out, Progress(quiet=True))
+    after = content(out / "data")
+    assert len(after) == 2 * len(before)
+    assert before.items() < after.items()
+    assert content(out / "head") != head
     pipeline.train_draft(recipe, out, Progress(quiet=True))
-    assert content(out / "data") == before
-    shutil.rmtree(out / "training")
-    heard = Heard()
-    pipeline.train_draft(other, out, heard)
-    assert heard.anew == ["text is made anew, for other target", "answers is made anew, for other target"]
-    assert content(out / "data").keys() == before.keys()
-    assert content(out / "data") != before
+    assert content(out / "head") == head
 
 
 def test_what_cannot_be_trained_is_refused(made):

@@ -293,8 +293,7 @@ def test_a_mix_is_what_its_rules_make(lowering: Lowering, levels: tuple[int, ...
     """A searched draft that the chosen recipe does not reproduce: codes and answers must be those of its rules."""
     halves = lowering._halves
     mixed = lowering.mixed(levels)
-    made = halves._quantize(halves.target, lowering.spec(levels), lowering._target)
-    made = halves._limit(made, 90) if levels[-1] == 2 else made
+    made = halves.made(halves.target, lowering.spec(levels), "rules", 90 * (levels[-1] == 2))
     assert set(mixed.linears) == set(made.linears)
     for name, linear in made.linears.items():
         assert torch.equal(mixed.linears[name].weight.codes, linear.weight.codes)
