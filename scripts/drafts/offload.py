@@ -115,7 +115,7 @@ class OffloadBench(Bench):
             for draft, policy in self.comparison.cells.values():
                 recipe = self.subject.recipe(draft, policy)
                 length = draft_policy(recipe.speculation.draft_length)
-                arms.append(Arm(share, draft, policy, target, self._drafter(recipe), length))
+                arms.append(Arm(share, draft, policy, target, self.drafter(recipe), length))
         return arms
 
     def answers(self) -> Iterator[Run]:

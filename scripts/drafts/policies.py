@@ -8,7 +8,7 @@ eval/baselines/spec_bench.json.
   --list           what is kept    --rows   rows of what is kept, ask nothing    --threads N
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -114,6 +114,10 @@ class Bench:
     def target(self) -> AnyDecoder:
         return self._decoder(self._model, self._recipe.target.quantization)
 
+    @property
+    def eos_ids(self) -> Collection[int]:
+        return self._model.arch.eos_ids
+
     def requests(self) -> list[Request]:
         """One of each category after the other, so that a run that was cut short is balanced."""
         subject = self.comparison.subject
@@ -126,12 +130,12 @@ class Bench:
         arms = {PLAIN: Arm(self.target)}
         for name, (draft, policy) in self.comparison.cells.items():
             recipe = self.comparison.subject.recipe(draft, policy)
-            arms[name] = Arm(self.target, self._drafter(recipe), draft_policy(recipe.speculation.draft_length))
+            arms[name] = Arm(self.target, self.drafter(recipe), draft_policy(recipe.speculation.draft_length))
         return arms
 
     def run(self) -> None:
         """Ask what is not kept yet; a prompt is kept when every arm has answered it."""
-        arms, requests, eos_ids = self.arms(), self.requests(), self._model.arch.eos_ids
+        arms, requests, eos_ids = self.arms(), self.requests(), self.eos_ids
         runs = measure(arms, requests, self._recipe, eos_ids, self._progress, self.comparison.kept())
         with self.comparison.path.open("a", encoding="utf-8") as file:
             for (_, _, prompt), group in groupby(runs, asked):
@@ -141,7 +145,7 @@ class Bench:
                 file.write(Kept(requests[prompt].category, engine_name(self.target), same, differing).line())
                 file.flush()
 
-    def _drafter(self, recipe: Recipe) -> Drafter:
+    def drafter(self, recipe: Recipe) -> Drafter:
         return self._drafters.new(recipe.draft, partial(self._open_draft, recipe))
 
     def _open_draft(self, recipe: Recipe) -> AnyDecoder:

@@ -13,7 +13,7 @@ from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.drafters.ngram import NgramDrafter
 from qspec.speculation.drafters.suffix import SuffixDrafter
 from qspec.speculation.engine import generate
-from qspec.speculation.length.optimal import Optimal
+from qspec.speculation.length.cost_aware import CostAware
 from qspec.speculation.length.policies import BatchLimited, Confidence, Fixed, Heuristic
 from qspec.speculation.types import Drafter, DraftLength, Sampling
 from tests.speculation.toys import TableLM, blend, greedy, sequence_law, table
@@ -37,8 +37,8 @@ POLICIES: dict[str, Callable[[], DraftLength]] = {
     "fixed": lambda: Fixed(3),
     "heuristic": lambda: Heuristic(2, 8),
     "confidence": lambda: Confidence(3, 8, 0.4),
-    "optimal": lambda: Optimal(3, 8),
-    "limited": lambda: BatchLimited(Optimal(3, 8), ((1, 8, 2), (9, 9, 0))),
+    "optimal": lambda: CostAware(8),
+    "limited": lambda: BatchLimited(CostAware(8), ((1, 8, 2), (9, 9, 0))),
 }
 
 

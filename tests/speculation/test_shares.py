@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from qspec.speculation.batch import PassShares
-from qspec.speculation.length.optimal import Optimal
+from qspec.speculation.length.cost_aware import CostAware
 
 
 def test_drafts_are_charged_to_those_who_made_them() -> None:
@@ -30,7 +30,7 @@ def test_noise_charges_nobody_less_than_nothing() -> None:
 @pytest.mark.parametrize(("fixed", "row"), [(9.0, 2.2), (20.0, 0.1)], ids=["rows cost", "rows are free"])
 def test_a_batch_drafts_where_all_gain(fixed: float, row: float) -> None:
     """Catches requests that draft at the others' expense, and ones that leave free rows of a large model unused."""
-    source, policies = Random(0), [Optimal(4, 8) for _ in range(4)]
+    source, policies = Random(0), [CostAware(8) for _ in range(4)]
     early = speedup(policies, source, fixed, row, 4)
     late = speedup(policies, source, fixed, row, 8)
     if row > 1:  # a row is nearly worth what it takes: the rest are first looks, and costs that change as requests end
@@ -39,7 +39,7 @@ def test_a_batch_drafts_where_all_gain(fixed: float, row: float) -> None:
         assert min(early, late) > 1.3
 
 
-def speedup(policies: list[Optimal], source: Random, fixed: float, row: float, batches: int) -> float:
+def speedup(policies: list[CostAware], source: Random, fixed: float, row: float, batches: int) -> float:
     """Of drafts that stand in half of all cases, beside plain decoding, over batches of answers of 64 tokens."""
     taken = 0.0
     for _ in range(batches):
@@ -59,7 +59,7 @@ def speedup(policies: list[Optimal], source: Random, fixed: float, row: float, b
     return batches * 63 * (fixed + row * len(policies)) / taken
 
 
-def draft(policy: Optimal, source: Random, room: int) -> list[bool]:
+def draft(policy: CostAware, source: Random, room: int) -> list[bool]:
     """Whether each token stands, of a drafter that says how often such tokens do."""
     k, stands = min(policy.next(), room), list[bool]()
     more = policy.judge()

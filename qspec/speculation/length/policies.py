@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from qspec.errors import RecipeError
 from qspec.numerics.speculation.threshold import best_threshold
+from qspec.speculation.length.cost_aware import CostAware
 from qspec.speculation.length.history import History
-from qspec.speculation.length.optimal import Optimal
 from qspec.speculation.types import DraftLength, More
 
 POLICIES = ("fixed", "heuristic", "confidence", "optimal")
@@ -177,6 +177,6 @@ def build(policy: str, k: int, max_k: int, threshold: float = 0.4, by_batch: Sch
         "fixed": lambda: Fixed(k),
         "heuristic": lambda: Heuristic(k, max_k),
         "confidence": lambda: Confidence(k, max_k, threshold),
-        "optimal": lambda: Optimal(k, max_k),
+        "optimal": lambda: CostAware(max_k),
     }
     return BatchLimited(made[policy](), by_batch) if by_batch else made[policy]()

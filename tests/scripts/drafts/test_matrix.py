@@ -12,7 +12,7 @@ from scripts.drafts.matrix import OffloadSubject, SpecSubject, read_spec_matrix
 
 def test_the_shipped_matrices_read_and_every_cell_is_a_recipe() -> None:
     """Catches a draft or policy that the schema has outgrown, found only after hours of other cells."""
-    for name, kind in (("spec_bench", SpecSubject), ("offload", OffloadSubject)):
+    for name, kind in (("spec_bench", SpecSubject), ("draft_length", SpecSubject), ("offload", OffloadSubject)):
         cells_are_recipes(read_spec_matrix(eval_dir() / f"matrices/{name}.yaml", kind))
 
 

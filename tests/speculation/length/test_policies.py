@@ -127,8 +127,8 @@ def test_batch_size_caps_the_length() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_can_be_limited(name: str) -> None:
     """Catches a policy that `build` does not know, and a schedule that it forgets."""
-    policy = build(name, 5, 16, by_batch=((1, 8, 2),))
+    policy = build(name, 5, 16, by_batch=((1, 8, 1),))
     policy.reset("chat")
     for _ in range(3):  # `optimal` times plain steps first
         policy.update(0, 0, 0.0, 1.0)
-    assert policy.next() == 2
+    assert policy.next() == 1
