@@ -270,6 +270,31 @@ def groups() -> str:
     return table(["draft", "n", "speedup", "tokens/step", "predicted"], lines)
 
 
+def draft_length() -> str:
+    """The draft-length policy in every replayed setting, and what each of its constants is worth."""
+    rows = [row for row in read("draft_length")["rows"] if row["category"] == "all"]
+    present = {row["setting"]: [ratio(row["speedup"], row["ci"])] for row in rows if row["policy"] == "as it is"}
+    for row in rows:
+        if row["policy"] == "beside":
+            present[row["setting"]].append(ratio(row["ratio"], row["ratio_ci"]))
+    by_constant: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["policy"] not in ("as it is", "beside"):
+            by_constant.setdefault(row["policy"].split()[0], []).append(row)
+
+    def worst(found: Sequence[Row]) -> str:
+        row = min(found, key=lambda row: row["ratio"])
+        return f"{ratio(row['ratio'], row['ratio_ci'])}, {row['setting']}"
+
+    lines = []
+    for name, found in by_constant.items():
+        scaled = [row for row in found if " x " in row["policy"]]
+        lines.append([f"`{name}`", worst(scaled), worst([row for row in found if row not in scaled])])
+    head = ["constant", "halved or doubled: least ratio", "without effect: least ratio"]
+    settings = table(["setting", "speedup", "the earlier policy"], [[name, *cells] for name, cells in present.items()])
+    return f"n = {rows[0]['n']} prompts.\n\n{settings}\n\n{table(head, lines)}"
+
+
 def temperature() -> str:
     """Acceptance by temperature, of the head and of prompt lookup."""
     found = {
@@ -308,7 +333,18 @@ def ablation() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     made.__name__: made
-    for made in (demo, fidelity, engines, instruction_sets, drafts, policies, groups, temperature, ablation)
+    for made in (
+        demo,
+        fidelity,
+        engines,
+        instruction_sets,
+        drafts,
+        policies,
+        groups,
+        draft_length,
+        temperature,
+        ablation,
+    )
 }
 
 

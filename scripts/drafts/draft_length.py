@@ -392,7 +392,7 @@ def main() -> None:
     beside = getattr(import_module(module), kind) if module else None
     recorded = records(args.matrix, args.again)
     rows = [row for name in names for row in rows_of(name, recorded, beside)]
-    write_baseline(BASELINE, environment(), rows)
+    write_baseline(BASELINE, environment() | {"beside": args.beside or "nothing"}, rows)
     for row in rows:
         if row["category"] == "all":
             print(f"{row['setting']}, {row['policy']}: {row['speedup']} {row['ci']}, {row['ratio']} {row['ratio_ci']}")
