@@ -6,7 +6,7 @@ from qspec.inspection.cells import by_key, by_layer, chart, heads, joined, part,
 from qspec.inspection.model import SCHEMES, Distribution, KeyBias, KVView, LayerView, ModelView
 from qspec.numerics.quantization.distribution import OUTLIER_RATIO
 from qspec.readable import number, percent
-from qspec.report.document import Block, Finding, Heading, Paragraph, Table
+from qspec.report.document import Block, Finding, Heading, Paragraph, Table, tabulate
 
 OUTLIERS = f"outliers: share of input channels whose largest magnitude is above {OUTLIER_RATIO:g} times the median's"
 
@@ -83,25 +83,23 @@ def _kv_table(kv: Sequence[KVView]) -> Table:
 
 def _key_bias(biases: Sequence[KeyBias], kv: Sequence[KVView]) -> list[Block]:
     keys = {x.name: x.k_amax for x in kv}
-    rows = tuple(
-        (
-            short(x.name),
-            number(max(x.amax)),
-            f"{max(x.amax) / x.weights:.0f}x" if x.weights else "–",
-            str(sum(x.outliers)),
-            joined(i for i, count in enumerate(x.outliers) if count),
-            number(max(keys[_attention(x.name)])) if keys else "–",
-        )
-        for x in biases
-        if sum(x.outliers)
-    )
-    if not rows:
+    listed = [x for x in biases if sum(x.outliers)]
+    if not listed:
         return [
             Paragraph(f"{len(biases)} layers have one; none is above {OUTLIER_RATIO:g} times what the weights add.")
         ]
-    columns = ("", "largest", "of weights", "outliers", "in KV heads", "largest key")
-    text = f"{len(rows)} of {len(biases)} layers have outliers in their key bias: they widen the range of every key."
-    return [Finding("open", text), Table("Layers whose key bias has outlier channels", columns, rows)]
+    table = tabulate(
+        "Layers whose key bias has outlier channels",
+        listed,
+        ("", lambda x: short(x.name)),
+        ("largest", lambda x: number(max(x.amax))),
+        ("of weights", lambda x: f"{max(x.amax) / x.weights:.0f}x" if x.weights else "–"),
+        ("outliers", lambda x: str(sum(x.outliers))),
+        ("in KV heads", lambda x: joined(i for i, count in enumerate(x.outliers) if count)),
+        ("largest key", lambda x: number(max(keys[_attention(x.name)])) if keys else "–"),
+    )
+    text = f"{len(listed)} of {len(biases)} layers have outliers in their key bias: they widen the range of every key."
+    return [Finding("open", text), table]
 
 
 def charts(view: ModelView) -> list[Block]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qspec.memory import tightest
+from qspec.readable import size
 
 View = Mapping[str, Any]
 NAMED = 3
@@ -162,14 +163,6 @@ def _exports(view: View) -> Iterator[str]:
 def _findings(view: View) -> Iterator[str]:
     for finding in view["findings"]:
         yield f"{finding['level']}: {finding['value']}: {finding['rule']}; {finding['fix']}"
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units: 28.3 MB."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def duration(seconds: float) -> str:

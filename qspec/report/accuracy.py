@@ -3,6 +3,7 @@ with what would have shown.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from qspec.measure.items import subject_evidence, task_evidence, task_verdict
 from qspec.numerics.statistics.evidence import Evidence, of_difference, of_ratio
@@ -23,6 +24,7 @@ from qspec.report.document import (
     compact,
     least,
     sure_cell,
+    tabulate,
 )
 from qspec.report.verdict import LOSS, TONES
 from qspec.schema.results import Accuracy, Fidelity, Measurement, Needles, Retrieval, Scalar, TaskResult
@@ -59,23 +61,22 @@ def _texts(texts: Sequence[Fidelity]) -> list[Block]:
         return []
     ratios = [(str(text.kl.condition.get("data", "")), text.perplexity_ratio) for text in texts]
     bars = tuple(Bar(name, ratio.value, times(ratio.value), of_ratio(ratio.ci, ratio.n).ci) for name, ratio in ratios)
-    columns = ("text", "windows", "perplexity", "ratio", "95 % CI", "detectable", "KL", "95 % CI", "top-1", "95 % CI")
-    rows = tuple(
-        (
-            name,
-            count(ratio.n),
-            number(text.original_perplexity.value),
-            times(ratio.value),
-            *_sure(ratio),
-            number(text.kl.value),
-            interval(text.kl.ci),
-            percent(text.top1_agreement.value),
-            percents(text.top1_agreement.ci),
-        )
-        for (name, ratio), text in zip(ratios, texts, strict=True)
+    table = tabulate(
+        "Fidelity by text; perplexity is the original's",
+        texts,
+        ("text", lambda text: str(text.kl.condition.get("data", ""))),
+        ("windows", lambda text: count(text.perplexity_ratio.n)),
+        ("perplexity", lambda text: number(text.original_perplexity.value)),
+        ("ratio", lambda text: times(text.perplexity_ratio.value)),
+        ("95 % CI", lambda text: _sure(text.perplexity_ratio)[0]),
+        ("detectable", lambda text: _sure(text.perplexity_ratio)[1]),
+        ("KL", lambda text: number(text.kl.value)),
+        ("95 % CI", lambda text: interval(text.kl.ci)),
+        ("top-1", lambda text: percent(text.top1_agreement.value)),
+        ("95 % CI", lambda text: percents(text.top1_agreement.ci)),
     )
     chart = Dots("Perplexity, quantized over original, by text (line: 95 % CI)", bars, mark=1.0, axis="ratio")
-    return [chart, compact("Fidelity by text; perplexity is the original's", columns, rows)]
+    return [chart, table]
 
 
 def _sure(m: Measurement) -> tuple[str, str]:
@@ -115,21 +116,18 @@ def _task(task: TaskResult) -> list[Block]:
 def _sub_tasks(task: TaskResult) -> list[Block]:
     """Subjects one by one; p is corrected for their number, so that one of many does not stand out by chance."""
     label = f"{task.task} ({task.backend})"
-    found = [(s, subject_evidence(task, s)) for s in task.sub_tasks]
-    rows = tuple(
-        (
-            _short(task, s.task),
-            count(s.n),
-            percent(s.original),
-            percent(s.quantized),
-            percent(s.quantized - s.original),
-            percents(s.difference.ci) if s.difference else "",
-            evidence.brief if evidence.open else least(evidence),
-            "" if s.p_value is None else number(s.p_value, 2),
-        )
-        for s, evidence in found
+    table = tabulate(
+        f"{label} by sub-task",
+        [(s, subject_evidence(task, s)) for s in task.sub_tasks],
+        ("", lambda row: _short(task, row[0].task)),
+        ("items", lambda row: count(row[0].n)),
+        ("original", lambda row: percent(row[0].original)),
+        ("quantized", lambda row: percent(row[0].quantized)),
+        ("difference", lambda row: percent(row[0].quantized - row[0].original)),
+        ("95 % CI", lambda row: percents(row[0].difference.ci) if row[0].difference else ""),
+        ("detectable drop", lambda row: row[1].brief if row[1].open else least(row[1])),
+        ("p, corrected", lambda row: "" if row[0].p_value is None else number(row[0].p_value, 2)),
     )
-    heads = ("items", "original", "quantized", "difference", "95 % CI", "detectable drop", "p, corrected")
     bars = tuple(
         Bar(_short(task, s.task), 100 * (s.quantized - s.original), _points(s.quantized - s.original), _hundredfold(m))
         for s in task.sub_tasks
@@ -137,7 +135,7 @@ def _sub_tasks(task: TaskResult) -> list[Block]:
     )
     caption = f"{label}: quantized - original by subject (line: 95 % CI)"
     chart = [Dots(caption, bars, mark=0.0, axis="points")] if bars else []
-    return [*chart, compact(f"{label} by sub-task", ("", *heads), rows)]
+    return [*chart, table]
 
 
 def _short(task: TaskResult, name: str) -> str:
@@ -165,36 +163,35 @@ def needle_blocks(needles: Needles) -> list[Block]:
     """Shares found as a plot, and as a table what was lost."""
     arms = {arm: label for arm, label in ARMS.items() if arm in needles.pooled.found}
     series = tuple(
-        Series(label, tuple(_found(r.length, r.found[arm]) for r in needles.lengths), joined=True)
+        Series(
+            label,
+            tuple(Point("", r.length, (m := r.found[arm]).value, y_interval=m.ci) for r in needles.lengths),
+            joined=True,
+        )
         for arm, label in arms.items()
     )
     caption = f"Hidden numbers found by context length (line: 95 % CI; text {needles.condition.get('data')})"
     plot = Plot(caption, "context, tokens", "share found", series, log_x=True)
-    heads = ["context", "n", *arms.values(), "difference", "95 % CI", "detectable drop", "p", "nll of the answer"]
-    columns = (*heads, "95 % CI", "of that KV cache", "95 % CI")
-    rows = tuple(_retrieval(r, list(arms)) for r in (*needles.lengths, needles.pooled))
-    table = compact("Quantized against original; nll in nats per token of the answer", columns, rows)
+    table = tabulate(
+        "Quantized against original; nll in nats per token of the answer",
+        (*needles.lengths, needles.pooled),
+        ("context", lambda r: count(r.length) if r.length else "all"),
+        ("n", lambda r: count(r.difference.n)),
+        *((label, partial(_share_found, arm)) for arm, label in arms.items()),
+        ("difference", lambda r: percent(r.difference.value)),
+        ("95 % CI", lambda r: percents(r.difference.ci)),
+        ("detectable drop", lambda r: found.brief if (found := _retrieved(r)).open else least(found)),
+        ("p", lambda r: "" if r.p_value is None else number(r.p_value, 2)),
+        ("nll of the answer", lambda r: number(r.nll.value, 2)),
+        ("95 % CI", lambda r: interval(r.nll.ci, 2)),
+        ("of that KV cache", lambda r: "" if r.kv_nll is None else number(r.kv_nll.value, 2)),
+        ("95 % CI", lambda r: "" if r.kv_nll is None else interval(r.kv_nll.ci, 2)),
+    )
     return [Heading("Long contexts"), Paragraph(METHOD), plot, table]
 
 
-def _found(length: int, found: Measurement) -> Point:
-    return Point("", length, found.value, y_interval=found.ci)
-
-
-def _retrieval(r: Retrieval, arms: list[str]) -> tuple[str, ...]:
-    return (
-        count(r.length) if r.length else "all",
-        count(r.difference.n),
-        *(percent(r.found[arm].value) for arm in arms),
-        percent(r.difference.value),
-        percents(r.difference.ci),
-        found.brief if (found := _retrieved(r)).open else least(found),
-        "" if r.p_value is None else number(r.p_value, 2),
-        number(r.nll.value, 2),
-        interval(r.nll.ci, 2),
-        "" if r.kv_nll is None else number(r.kv_nll.value, 2),
-        "" if r.kv_nll is None else interval(r.kv_nll.ci, 2),
-    )
+def _share_found(arm: str, r: Retrieval) -> str:
+    return percent(r.found[arm].value)
 
 
 def needle_finding(needles: Needles) -> Finding:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from qspec.numerics.statistics.evidence import Evidence, of_ratio
 from qspec.numerics.statistics.paired import geometric_mean
-from qspec.schema.results import Acceptance, Ratio, Speed
+from qspec.schema.results import Acceptance, ArmSpeed, Equality, Ratio, Speed
 
 FEWEST = 4
 """Prompts from which the fastest arm is named: two to choose it by, two to judge it by."""
@@ -14,14 +14,7 @@ BROUGHT = 0.01
 """Tokens that drafts must add to a step before a speed can be theirs."""
 
 
-class OfArm(Protocol):
-    """A row of results that belongs to an arm."""
-
-    @property
-    def arm(self) -> str: ...
-
-
-Row = TypeVar("Row", bound=OfArm)
+Row = TypeVar("Row", ArmSpeed, Ratio, Equality)
 
 
 def at(temperature: float) -> str:

@@ -1,12 +1,13 @@
 """A report as data: a title and blocks, from which HTML, Markdown, text, CSV and JSON take the same numbers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from qspec.numerics.statistics.evidence import Evidence
 from qspec.readable import Interval, Numeral, interval, number, percent
 
+Row = TypeVar("Row")
 Tone = Literal["good", "bad", "open", "plain", "danger"]
 """good / bad: the numbers carry it; open: they do not decide; plain: a statement; danger: not to be used as it is."""
 
@@ -179,6 +180,12 @@ def compact(caption: str, columns: tuple[str, ...], rows: tuple[tuple[str, ...],
     """A table without the columns that no row fills."""
     kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
     return Table(caption, tuple(columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows))
+
+
+def tabulate(caption: str, rows: Iterable[Row], *columns: tuple[str, Callable[[Row], str]]) -> Table:
+    """A table with a line for each of `rows`, and each column's name beside what its cells say of a row."""
+    cells = tuple(tuple(cell(row) for _, cell in columns) for row in rows)
+    return compact(caption, tuple(name for name, _ in columns), cells)
 
 
 def tables(document: Document) -> Iterator[Table]:

@@ -7,7 +7,7 @@ from qspec.numerics.statistics.evidence import Evidence, of_ratio, of_share
 from qspec.numerics.statistics.predictive import TOLERANCE, off
 from qspec.readable import count, number, percent, times
 from qspec.report.arms import drafting, gain
-from qspec.report.document import Bar, Block, Dots, Heading, Plot, Point, Series, compact, sure_cell
+from qspec.report.document import Bar, Block, Dots, Heading, Plot, Point, Series, sure_cell, tabulate
 from qspec.report.speed import Naming, naming
 from qspec.report.verdict import off_predictions
 from qspec.schema.results import Acceptance, Measurement, Prediction, Speed
@@ -27,21 +27,22 @@ def acceptance_blocks(speed: Speed) -> list[Block]:
         "α: accepted / tested draft tokens; forced: from both models' laws behind each token of the plain answers;"
         " tokens/step = 1 + accepted / steps; intervals over prompts"
     )
-    columns = (
-        "arm",
-        "prompts",
-        "steps",
-        "drafted",
-        "accepted",
-        "α",
-        "95 % CI",
-        "α forced",
-        "tokens/step",
-        "95 % CI",
-        "nodes/step",
-        "by position or depth",
+    table = tabulate(
+        caption,
+        speed.acceptance,
+        ("arm", lambda a: _label(a, name)),
+        ("prompts", lambda a: count(a.prompts)),
+        ("steps", lambda a: count(a.steps)),
+        ("drafted", lambda a: count(a.drafted)),
+        ("accepted", lambda a: count(a.accepted)),
+        ("α", lambda a: number(a.alpha.value)),
+        ("95 % CI", lambda a: sure_cell(of_share(a.alpha.ci, a.prompts))),
+        ("α forced", lambda a: "" if a.teacher_forced is None else number(a.teacher_forced.value)),
+        ("tokens/step", lambda a: number(a.tokens_per_step)),
+        ("95 % CI", lambda a: sure_cell(of_ratio(a.tokens_per_step_ci, a.prompts))),
+        ("nodes/step", lambda a: "" if a.nodes_per_step is None else number(a.nodes_per_step)),
+        ("by position or depth", _shares),
     )
-    table = compact(caption, columns, tuple(_row(a, _label(a, name)) for a in speed.acceptance))
     return [
         Heading("Acceptance"),
         *_kinds(speed, name),
@@ -56,22 +57,8 @@ def _label(a: Acceptance, name: Naming) -> str:
     return f"{name(a.arm, a.temperature)}: {a.category}"
 
 
-def _row(a: Acceptance, label: str) -> tuple[str, ...]:
-    shares = " ".join(number(share, 2) for share in a.per_position[:SHOWN]) + " …" * (len(a.per_position) > SHOWN)
-    return (
-        label,
-        count(a.prompts),
-        count(a.steps),
-        count(a.drafted),
-        count(a.accepted),
-        number(a.alpha.value),
-        sure_cell(of_share(a.alpha.ci, a.prompts)),
-        "" if a.teacher_forced is None else number(a.teacher_forced.value),
-        number(a.tokens_per_step),
-        sure_cell(of_ratio(a.tokens_per_step_ci, a.prompts)),
-        "" if a.nodes_per_step is None else number(a.nodes_per_step),
-        shares,
-    )
+def _shares(a: Acceptance) -> str:
+    return " ".join(number(share, 2) for share in a.per_position[:SHOWN]) + " …" * (len(a.per_position) > SHOWN)
 
 
 def _kinds(speed: Speed, name: Naming) -> list[Block]:
@@ -107,21 +94,18 @@ def _by_position(label: str, a: Acceptance) -> Series:
 
 
 def _sources(speed: Speed, name: Naming) -> list[Block]:
-    """Whose draft tokens stood, of drafters that have several sources."""
-    rows = tuple(
-        (
-            _label(a, name),
-            source.source,
-            count(source.steps),
-            count(source.drafted),
-            count(source.accepted),
-            number(1 + source.accepted / source.steps),
-        )
-        for a in speed.acceptance
-        for source in a.sources
+    """Accepted draft tokens of each source, of drafters that have several."""
+    table = tabulate(
+        "Acceptance by what drafted",
+        [(_label(a, name), source) for a in speed.acceptance for source in a.sources],
+        ("arm", lambda row: row[0]),
+        ("source", lambda row: row[1].source),
+        ("steps", lambda row: count(row[1].steps)),
+        ("drafted", lambda row: count(row[1].drafted)),
+        ("accepted", lambda row: count(row[1].accepted)),
+        ("tokens/step", lambda row: number(1 + row[1].accepted / row[1].steps)),
     )
-    columns = ("arm", "source", "steps", "drafted", "accepted", "tokens/step")
-    return [compact("Acceptance by what drafted", columns, rows)] if rows else []
+    return [table] if table.rows else []
 
 
 def prediction_blocks(speed: Speed) -> list[Block]:
@@ -135,49 +119,31 @@ def prediction_blocks(speed: Speed) -> list[Block]:
         for p in speed.predictions
     ]
     series = tuple(Series(label, (Point("", p.predicted, p.measured, y_interval=e.ci),)) for label, p, e in points)
-    columns = (
-        "arm",
-        "α",
-        "draft length",
-        "draft cost c",
-        "E, tokens/step",
-        "verify cost by rows",
-        "operations",
-        "predicted",
-        "measured",
-        "95 % CI",
-        f"within {percent(TOLERANCE, 0)}",
-        "best length",
-        "steps at 0",
-        "cost of 0",
-    )
     caption = (
         "Speedup over the same target without a draft; costs in plain steps (arXiv 2211.17192, theorem 3.8). Cost of 0:"
         " what drafter, policy and bookkeeping add to a step that drafts nothing"
     )
     plot = Plot("Predicted and measured speedup (line: equal)", "predicted", "measured", series, guide="diagonal")
-    table = compact(caption, columns, tuple(_prediction(label, p, sure_cell(e)) for label, p, e in points))
+    table = tabulate(
+        caption,
+        points,
+        ("arm", lambda row: row[0]),
+        ("α", lambda row: number(row[1].alpha)),
+        ("draft length", lambda row: number(row[1].draft_length)),
+        ("draft cost c", lambda row: number(row[1].draft_cost)),
+        ("E, tokens/step", lambda row: "" if row[1].expected_tokens is None else number(row[1].expected_tokens)),
+        ("verify cost by rows", lambda row: _costs(row[1])),
+        ("operations", lambda row: "" if row[1].operations is None else times(row[1].operations)),
+        ("predicted", lambda row: times(row[1].predicted)),
+        ("measured", lambda row: times(row[1].measured)),
+        ("95 % CI", lambda row: sure_cell(row[2])),
+        (f"within {percent(TOLERANCE, 0)}", lambda row: "no" if off(row[1].predicted, row[1].measured) else "yes"),
+        ("best length", lambda row: "" if row[1].best is None else f"{row[1].best_length} ({times(row[1].best)})"),
+        ("steps at 0", lambda row: "" if row[1].idle_share is None else percent(row[1].idle_share)),
+        ("cost of 0", lambda row: "" if row[1].idle_cost is None else percent(row[1].idle_cost, 2)),
+    )
     sound = [(label, p) for label, p, _ in points if not off(p.predicted, p.measured)]
     return [Heading("Predicted and measured"), *off_predictions(speed), plot, table, *(_curves(sound) if sound else ())]
-
-
-def _prediction(label: str, p: Prediction, ci: str) -> tuple[str, ...]:
-    return (
-        label,
-        number(p.alpha),
-        number(p.draft_length),
-        number(p.draft_cost),
-        "" if p.expected_tokens is None else number(p.expected_tokens),
-        _costs(p),
-        "" if p.operations is None else times(p.operations),
-        times(p.predicted),
-        times(p.measured),
-        ci,
-        "no" if off(p.predicted, p.measured) else "yes",
-        "" if p.best_length is None or p.best is None else f"{p.best_length} ({times(p.best)})",
-        "" if p.idle_share is None else percent(p.idle_share),
-        "" if p.idle_cost is None else percent(p.idle_cost, 2),
-    )
 
 
 def _costs(p: Prediction) -> str:

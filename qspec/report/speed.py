@@ -1,6 +1,7 @@
 """Speed in the report: arms, ratios on the same prompts, by length and kind of prompt and by batch, where time goes."""
 
 from collections.abc import Callable, Sequence
+import math
 
 from qspec.numerics.statistics.evidence import of_ratio
 from qspec.numerics.statistics.paired import geometric_mean
@@ -19,12 +20,12 @@ from qspec.report.document import (
     Series,
     Stack,
     Table,
-    compact,
     least,
     sure_cell,
+    tabulate,
 )
 from qspec.report.verdict import batch_gain
-from qspec.schema.results import ArmSpeed, BatchSpeed, Ratio, Speed, Spread
+from qspec.schema.results import BatchSpeed, Ratio, Speed, Spread
 
 Naming = Callable[[str, float], str]
 """Label of an arm at a temperature."""
@@ -67,13 +68,18 @@ def _ratios(speed: Speed, name: Naming) -> list[Block]:
     """Each ratio around 1, and as a table what would have shown."""
     found = [(r, gain(r)) for r in speed.ratios]
     bars = tuple(Bar(against(r, name), r.speedup.value, times(r.speedup.value), e.ci) for r, e in found)
-    rows = tuple(
-        (against(r, name), times(r.speedup.value), sure_cell(e), least(e), count(r.speedup.n)) for r, e in found
+    table = tabulate(
+        "Speedup, how sure",
+        found,
+        ("", lambda row: against(row[0], name)),
+        ("speedup", lambda row: times(row[0].speedup.value)),
+        ("95 % CI", lambda row: sure_cell(row[1])),
+        ("detectable", lambda row: least(row[1])),
+        ("prompts", lambda row: count(row[0].speedup.n)),
     )
     caption = "Speedup: time per token of the baseline over the arm's, same prompts (line: 95 % CI)"
-    columns = ("", "speedup", "95 % CI", "detectable", "prompts")
     dots = Dots(caption, bars, mark=1.0, axis="speedup")
-    return [dots, compact("Speedup, how sure", columns, rows)] if bars else []
+    return [dots, table] if bars else []
 
 
 def _lengths(speed: Speed, name: Naming) -> list[Block]:
@@ -110,55 +116,37 @@ def _kinds(speed: Speed, name: Naming) -> list[Block]:
 
 
 def _arms(speed: Speed, name: Naming) -> Table:
-    columns = (
-        "arm",
-        "TTFT, ms",
-        "ms per token",
-        "quartiles",
-        "tokens/s",
-        "tokens/s with prefill",
-        "runs",
-        "ceiling, tokens/s",
-        "of ceiling",
-    )
-    caption = f"Medians over runs. Ceiling: memory bandwidth {size(speed.bandwidth.value)}/s over bytes read per token"
-    return compact(caption, columns, tuple(_arm(a, name(a.arm, a.temperature)) for a in speed.arms))
-
-
-def _arm(a: ArmSpeed, label: str) -> tuple[str, ...]:
-    return (
-        label,
-        number(a.ttft.median),
-        number(a.tpot.median),
-        interval(quartiles(a.tpot)),
-        number(a.decode_rate.median),
-        number(a.total_rate.median),
-        count(a.tpot.n),
-        "–" if a.ceiling_tokens_s is None else number(a.ceiling_tokens_s),
-        "–" if a.ceiling_tokens_s is None else percent(a.decode_rate.median / a.ceiling_tokens_s, 0),
+    return tabulate(
+        f"Medians over runs. Ceiling: memory bandwidth {size(speed.bandwidth.value)}/s over bytes read per token",
+        speed.arms,
+        ("arm", lambda a: name(a.arm, a.temperature)),
+        ("TTFT, ms", lambda a: number(a.ttft.median)),
+        ("ms per token", lambda a: number(a.tpot.median)),
+        ("quartiles", lambda a: interval(quartiles(a.tpot))),
+        ("tokens/s", lambda a: number(a.decode_rate.median)),
+        ("tokens/s with prefill", lambda a: number(a.total_rate.median)),
+        ("runs", lambda a: count(a.tpot.n)),
+        ("ceiling, tokens/s", lambda a: "–" if a.ceiling_tokens_s is None else number(a.ceiling_tokens_s)),
+        ("of ceiling", lambda a: percent((a.decode_rate.median / (a.ceiling_tokens_s or math.nan)), 0)),
     )
 
 
 def _batches(speed: Speed, name: Naming) -> list[Block]:
     if not speed.batches:
         return []
-    columns = ("arm", "batch", "tokens/s", "quartiles", "speedup", "95 % CI", "draft length", "equal answers")
-    caption = "Tokens per second of all requests together, after their first tokens; speedup over the same batch plain"
-    table = compact(caption, columns, tuple(_batch(b, name(b.arm, b.temperature)) for b in speed.batches))
-    return [Heading("Several requests at once"), *_batch_plots(speed.batches, name), table]
-
-
-def _batch(b: BatchSpeed, label: str) -> tuple[str, ...]:
-    return (
-        label,
-        count(b.batch),
-        number(b.rate.median),
-        interval(quartiles(b.rate)),
-        "" if b.speedup is None else times(b.speedup.value),
-        "" if b.speedup is None else sure_cell(batch_gain(b)),
-        "" if b.speedup is None else number(b.draft_length),
-        "" if b.speedup is None or not b.answers else f"{b.equal} of {b.answers}",
+    table = tabulate(
+        "Tokens per second of all requests together, after their first tokens; speedup over the same batch plain",
+        speed.batches,
+        ("arm", lambda b: name(b.arm, b.temperature)),
+        ("batch", lambda b: count(b.batch)),
+        ("tokens/s", lambda b: number(b.rate.median)),
+        ("quartiles", lambda b: interval(quartiles(b.rate))),
+        ("speedup", lambda b: "" if b.speedup is None else times(b.speedup.value)),
+        ("95 % CI", lambda b: "" if b.speedup is None else sure_cell(batch_gain(b))),
+        ("draft length", lambda b: "" if b.speedup is None else number(b.draft_length)),
+        ("equal answers", lambda b: "" if b.speedup is None or not b.answers else f"{b.equal} of {b.answers}"),
     )
+    return [Heading("Several requests at once"), *_batch_plots(speed.batches, name), table]
 
 
 def _batch_plots(batches: Sequence[BatchSpeed], name: Naming) -> list[Block]:

@@ -1,6 +1,6 @@
 """A speed study, alone or in its pair's report: speedups, latencies beside their ceiling, largest batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qspec.numerics.statistics.evidence import Evidence, of_ratio
@@ -15,8 +15,8 @@ from qspec.report.document import (
     Point,
     Series,
     Table,
-    compact,
     sure_cell,
+    tabulate,
 )
 from qspec.report.verdict import TONES
 from qspec.schema.results import Results
@@ -37,13 +37,8 @@ PLACE = ("engine", "cpu", "threads", "torch threads", "qspec")
 def document(environment: Mapping[str, str], rows: Sequence[Row]) -> Document:
     """Of the rows of `scripts/study speed`: timed ones, and the largest batches."""
     timed, limits = _split(rows)
-    blocks: list[Block] = [*_findings(timed), *_note(timed)]
     models = _by_model(timed)
-    for model, own in models.items():
-        blocks += [Heading(f"Speedup of {model}"), *_plots(own), *_ratios(own)]
-        blocks += [Heading(f"Latency of {model}"), *_latency_plots(own), _latencies(own)]
-    if limits:
-        blocks += [Heading("Largest batch under the limit of the first token"), _largest(limits)]
+    blocks = _body(timed, limits, models)
     blocks += [Heading("Provenance"), Table("Environment", ("", "value"), tuple(sorted(environment.items())))]
     return Document("Speed by lengths and batch", " · ".join(models), tuple(blocks), _lead(timed))
 
@@ -53,11 +48,17 @@ def study_blocks(results: Results, study: SpeedRows, pair: str = "") -> list[Blo
     timed, limits = _split([row.model_dump() for row in study.rows])
     place = ", ".join(f"{name} {study.environment[name]}" for name in PLACE if name in study.environment)
     blocks: list[Block] = [Heading(f"Speed by lengths and batch: {pair}" if pair else "Speed by lengths and batch")]
-    blocks += [Paragraph(f"{_lead(timed)} Measured with: {place}."), *_stranger(results, timed), *_note(timed)]
-    models = _by_model(timed)
+    blocks += [Paragraph(f"{_lead(timed)} Measured with: {place}."), *_stranger(results, timed)]
+    return [*blocks, *_body(timed, limits, _by_model(timed))]
+
+
+def _body(timed: Sequence[Row], limits: Sequence[Row], models: Mapping[str, Sequence[Row]]) -> list[Block]:
+    """What is found, then speedups and latencies of each model, and the largest batches."""
+    blocks: list[Block] = [*_findings(timed)]
+    blocks += [Paragraph(SYNTHETIC)] if any(row.get("synthetic") is not None for row in timed) else []
     for model, own in models.items():
         blocks += [Paragraph(f"Model {model}:")] if len(models) > 1 else []
-        blocks += [*_findings(own), *_plots(own), *_ratios(own), *_latency_plots(own), _latencies(own)]
+        blocks += [*_plots(own), *_ratios(own), *_latency_plots(own), _latencies(own)]
     return [*blocks, _largest(limits)] if limits else blocks
 
 
@@ -72,10 +73,6 @@ def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 def _by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {model: [r for r in rows if r["model"] == model] for model in dict.fromkeys(row["model"] for row in rows)}
-
-
-def _note(rows: Sequence[Row]) -> list[Block]:
-    return [Paragraph(SYNTHETIC)] if any(row.get("synthetic") is not None for row in rows) else []
 
 
 def _stranger(results: Results, rows: Sequence[Row]) -> list[Finding]:
@@ -174,70 +171,50 @@ def _ratios(rows: Sequence[Row]) -> list[Table]:
     others = [row for row in rows if row["arm"] != rows[0]["arm"]]
     if not others:
         return []
-    columns = (
-        "arm",
-        "lengths",
-        "at once",
-        "speedup",
-        "95 % CI",
-        "per token",
-        "95 % CI, per token",
-        "groups of prompts",
-    )
     caption = "Tokens per second from the first request to the last token, and time per token after the first, over "
-    return [compact(caption + "the first arm", columns, tuple(_ratio(row) for row in others))]
-
-
-def _ratio(row: Row) -> tuple[str, ...]:
-    (whole, sure), (later, sure_later) = ratio(row, "speedup"), ratio(row, "tpot_speedup")
-    head, groups = (row["arm"], row["shape"], count(row["batch"])), count(row.get("groups") or 1)
-    return (*head, times(whole), sure_cell(sure), times(later), sure_cell(sure_later), groups)
+    table = tabulate(
+        f"{caption}the first arm",
+        others,
+        ("arm", lambda row: row["arm"]),
+        ("lengths", lambda row: row["shape"]),
+        ("at once", lambda row: count(row["batch"])),
+        ("speedup", lambda row: times(ratio(row, "speedup")[0])),
+        ("95 % CI", lambda row: sure_cell(ratio(row, "speedup")[1])),
+        ("per token", lambda row: times(ratio(row, "tpot_speedup")[0])),
+        ("95 % CI, per token", lambda row: sure_cell(ratio(row, "tpot_speedup")[1])),
+        ("groups of prompts", lambda row: count(row.get("groups") or 1)),
+    )
+    return [table]
 
 
 def _latencies(rows: Sequence[Row]) -> Table:
-    columns = (
-        "arm",
-        "lengths",
-        "at once",
-        "TTFT, s",
-        "worst TTFT, s",
-        "ms per token",
-        "quartiles",
-        "ceiling, ms",
-        "of ceiling",
-        "tokens/s",
-        "tokens per step",
-        "weights, MB",
-        "draft, MB",
-        "peak memory, MB",
-    )
+    def optional(name: str) -> Callable[[Row], str]:
+        return lambda row: "" if row.get(name) is None else number(row[name])
+
     caption = "Medians over repeats. Ceiling: bytes read per token over the bandwidth. Peak memory: weights, draft, "
-    return compact(caption + "and what the process grew by at most", columns, _cells(rows))
-
-
-def _cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], ...]:
-    def optional(row: Row, name: str) -> str:
-        return "" if row.get(name) is None else number(row[name])
-
-    return tuple(
-        (
-            row["arm"],
-            row["shape"],
-            count(row["batch"]),
-            number(row["ttft_s"][0]),
-            number(row["ttft_worst_s"]),
-            number(row["tpot_ms"][0]),
-            interval((row["tpot_ms"][1], row["tpot_ms"][2])),
-            optional(row, "ceiling_tpot_ms"),
-            "" if row.get("of_ceiling") is None else percent(row["of_ceiling"], 0),
-            number(row["tokens_s"][0]),
-            optional(row, "tokens_per_step"),
-            optional(row, "weights_mb"),
-            optional(row, "draft_mb"),
-            number(row["weights_mb"] + row["draft_mb"] + row["grown_mb"]) if row.get("engine") == "qspec" else "",
-        )
-        for row in rows
+    return tabulate(
+        f"{caption}and what the process grew by at most",
+        rows,
+        ("arm", lambda row: row["arm"]),
+        ("lengths", lambda row: row["shape"]),
+        ("at once", lambda row: count(row["batch"])),
+        ("TTFT, s", lambda row: number(row["ttft_s"][0])),
+        ("worst TTFT, s", lambda row: number(row["ttft_worst_s"])),
+        ("ms per token", lambda row: number(row["tpot_ms"][0])),
+        ("quartiles", lambda row: interval(shown(row["tpot_ms"])[1])),
+        ("ceiling, ms", optional("ceiling_tpot_ms")),
+        ("of ceiling", lambda row: "" if row.get("of_ceiling") is None else percent(row["of_ceiling"], 0)),
+        ("tokens/s", lambda row: number(row["tokens_s"][0])),
+        ("tokens per step", optional("tokens_per_step")),
+        ("weights, MB", optional("weights_mb")),
+        ("draft, MB", optional("draft_mb")),
+        ("peak memory, MB", _peak),
     )
+
+
+def _peak(row: Row) -> str:
+    """Only of qspec's own engine: other servers hold theirs elsewhere."""
+    return number(row["weights_mb"] + row["draft_mb"] + row["grown_mb"]) if row.get("engine") == "qspec" else ""
 
 
 def _largest(rows: Sequence[Row]) -> Table:

@@ -22,19 +22,14 @@ from qspec.schema.results import (
     Ratio,
     Results,
     Speed,
+    SubTask,
     TaskResult,
 )
 
 MANY_CUT = 0.2
 """Share of truncated answers from which a score is called weak evidence."""
-
-
 LOSS, OPEN, FEW = "loss", "not shown", "too few"
-
-
 WORDS: dict[int, str] = {1: "", 0: OPEN, -1: LOSS}
-
-
 TONES: dict[int, Tone] = {1: "good", 0: "open", -1: "bad"}
 
 
@@ -47,7 +42,7 @@ def findings(results: Results) -> list[Finding]:
     if results.accuracy.fidelity is not None:
         found.append(_fidelity(results.accuracy.fidelity))
     found += budget_findings(results)
-    found += [_lost(task, name) for task in results.accuracy.tasks for name in _lost_subjects(task)]
+    found += [_lost(s) for task in results.accuracy.tasks for s in task.sub_tasks if subject_evidence(task, s).sign < 0]
     if speed is not None:
         found += [_paid(ratio, speed) for ratio in judged(speed)]
         found += [*_fastest(speed), *off_predictions(speed), *_idle(speed)]
@@ -127,15 +122,12 @@ def _fidelity(found: Fidelity) -> Finding:
     return Finding("plain", f"{text} ({sure(of_ratio(ratio.ci, ratio.n), 'windows')}), {agreement}")
 
 
-def _lost_subjects(task: TaskResult) -> list[str]:
-    return [s.task for s in task.sub_tasks if subject_evidence(task, s).sign < 0]
-
-
-def _lost(task: TaskResult, name: str) -> Finding:
-    sub_task = next(s for s in task.sub_tasks if s.task == name)
+def _lost(sub_task: SubTask) -> Finding:
     ci = sub_task.difference.ci if sub_task.difference else None
     numbers = f"{percent(sub_task.original)} to {percent(sub_task.quantized)}, 95 % CI of the difference {percents(ci)}"
-    return Finding("bad", f"{name} loses, corrected for the number of subjects: {numbers}, {sub_task.n} items", LOSS)
+    return Finding(
+        "bad", f"{sub_task.task} loses, corrected for the number of subjects: {numbers}, {sub_task.n} items", LOSS
+    )
 
 
 def judged(speed: Speed) -> list[Ratio]:

@@ -15,7 +15,19 @@ from qspec.numerics.statistics.evidence import useful
 from qspec.numerics.statistics.predictive import TOLERANCE, excess_deviation, left_out, off, widened
 from qspec.planning.tune_space import Pruned
 from qspec.readable import count, interval, number, percent, percents, size
-from qspec.report.document import Block, Document, Finding, Heading, Paragraph, Plot, Point, Series, Table, Tone
+from qspec.report.document import (
+    Block,
+    Document,
+    Finding,
+    Heading,
+    Paragraph,
+    Plot,
+    Point,
+    Series,
+    Table,
+    Tone,
+    tabulate,
+)
 from qspec.tune.answer import Answer, within
 from qspec.tune.confirm import Rate, Tasks, halves, speed_of
 from qspec.tune.layers import Lowered, as_data as layers_data
@@ -224,24 +236,21 @@ def _cells(found: Outcome, p: Prediction) -> tuple[str, ...]:
 
 def _tasks(tasks: Tasks) -> Iterator[Block]:
     """Scores of both arms, and what their difference says."""
-    columns = ("target", "task", "items", "original", "quantized", "recovery", "95 % CI", "verdict")
-    rows = tuple(
-        (
-            target,
-            task.task,
-            count(task.original.n),
-            number(task.original.value),
-            number(task.quantized.value),
-            percent(task.recovery if task.recovery is not None else math.nan),
-            "" if task_evidence(task).open else percents(task.recovery_ci),
-            task_verdict(task),
-        )
-        for target, found in tasks.items()
-        for task in found
+    table = tabulate(
+        "Targets of the front against the original, item by item",
+        [(target, task) for target, found in tasks.items() for task in found],
+        ("target", lambda row: row[0]),
+        ("task", lambda row: row[1].task),
+        ("items", lambda row: count(row[1].original.n)),
+        ("original", lambda row: number(row[1].original.value)),
+        ("quantized", lambda row: number(row[1].quantized.value)),
+        ("recovery", lambda row: percent(row[1].recovery if row[1].recovery is not None else math.nan)),
+        ("95 % CI", lambda row: "" if task_evidence(row[1]).open else percents(row[1].recovery_ci)),
+        ("verdict", lambda row: task_verdict(row[1])),
     )
-    if rows:
+    if table.rows:
         yield Heading("Tasks")
-        yield Table("Targets of the front against the original, item by item", columns, rows)
+        yield table
 
 
 def _layers(found: Lowered) -> Iterator[Block]:
@@ -256,12 +265,15 @@ def _layers(found: Lowered) -> Iterator[Block]:
     for axis, of in (("acceptance", attrgetter("acceptance")), ("tokens/s, predicted", attrgetter("value"))):
         points = tuple(Point(state, weight / 1e6, of(stop)) for state, stop, weight in stops)
         yield Plot(f"{found.ladder.name}: {axis} by size", "MB of the draft", axis, (Series("", points, joined=True),))
-    columns = ("state", "acceptance", "draft", "ms per pass", "predicted tokens/s")
-    cells = tuple(
-        (state, number(stop.acceptance), size(weight), number(1e3 * seconds), number(stop.value))
-        for (state, stop, weight), seconds in zip(stops, found.seconds, strict=True)
+    yield tabulate(
+        "Lowered one after the other",
+        list(zip(stops, found.seconds, strict=True)),
+        ("state", lambda row: row[0][0]),
+        ("acceptance", lambda row: number(row[0][1].acceptance)),
+        ("draft", lambda row: size(row[0][2])),
+        ("ms per pass", lambda row: number(1e3 * row[1])),
+        ("predicted tokens/s", lambda row: number(row[0][1].value)),
     )
-    yield Table("Lowered one after the other", columns, cells)
 
 
 def _names(found: Lowered) -> tuple[list[str], list[str]]:

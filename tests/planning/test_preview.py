@@ -10,7 +10,7 @@ import pytest
 from qspec.errors import RecipeError, SourceError
 from qspec.planning.planned import resolve
 from qspec.planning.preview import admit, preview
-from qspec.planning.preview_text import duration, render, size
+from qspec.planning.preview_text import duration, render
 from qspec.records import LAYER_LINEARS
 from qspec.schema.recipe import Recipe
 
@@ -170,14 +170,6 @@ def test_first_token_budget_bounds_the_prompts():
     name = "llama-3-8b-fp8-kv8-rtx4090"
     assert "at most 4 at once" in remarks(preview(read(name)), "note")
     assert "above budget.ttft_s" in remarks(preview(read(name, "budget.ttft_s=0.1")), "warning")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 B"), (999, "999 B"), (28_311_552, "28.3 MB"), (70.6e9, "70.6 GB"), (1000, "1.0 kB")]
-)
-def test_sizes_read_in_decimal_units(value: float, text: str):
-    """Would catch binary units behind decimal names."""
-    assert size(value) == text
 
 
 @pytest.mark.parametrize(

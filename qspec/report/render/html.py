@@ -11,7 +11,7 @@ import re
 
 from qspec.readable import Numeral, Range
 from qspec.report.document import TONES, Block, Document, Heading, as_table
-from qspec.report.render.plots import Drawn, cut_off, svg
+from qspec.report.render.plots import Drawn, svg
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -25,7 +25,7 @@ def render(document: Document, beside: Sequence[str] = ()) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"slug": _slug, "sorted_by": _sorted_by}
-    environment.filters |= {"svg": svg, "cut_off": cut_off, "as_table": as_table}
+    environment.filters |= {"svg": svg, "as_table": as_table}
     sections = [block.text for block in document.blocks if isinstance(block, Heading)]
     runs = [(kind, list(run)) for kind, run in groupby(document.blocks, _kind)]
     page = environment.get_template("page.html.jinja")

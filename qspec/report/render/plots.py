@@ -111,33 +111,14 @@ def scale_over(
     return Scale(low - room, high + room)
 
 
-def scales(chart: Drawn) -> tuple[Scale, Scale]:
-    """Across and up; rows have the first alone."""
-    if isinstance(chart, Stack):
-        return Scale(0.0, 100.0), Scale(0.0, 1.0)
-    if isinstance(chart, Bars | Dots):
-        marks = [] if chart.mark is None else [chart.mark]
-        rows = [(bar.value, bar.interval) for bar in chart.bars]
-        return scale_over(rows, marks, zero=isinstance(chart, Bars)), Scale(0.0, 1.0)
-    points = _points(chart)
+def scales(plot: Plot) -> tuple[Scale, Scale]:
+    """Across and up."""
+    points = _points(plot)
     across, up = [(p.x, p.x_interval) for p in points], [(p.y, p.y_interval) for p in points]
-    if chart.guide == "diagonal":
+    if plot.guide == "diagonal":
         both = scale_over([*across, *up])
         return both, both
-    return scale_over(across, doubling=chart.log_x), scale_over(up, [1.0] if chart.guide == "one" else [])
-
-
-def cut_off(chart: Drawn) -> bool:
-    """Whether an interval ends in an arrow, because the scale does not hold its end."""
-    if isinstance(chart, Stack):
-        return False
-    x, y = scales(chart)
-    if isinstance(chart, Plot):
-        points = _points(chart)
-        sides = [(x, point.x_interval) for point in points] + [(y, point.y_interval) for point in points]
-    else:
-        sides = [(x, bar.interval) for bar in chart.bars]
-    return any(not scale.holds(end) for scale, ci in sides for end in ci or ())
+    return scale_over(across, doubling=plot.log_x), scale_over(up, [1.0] if plot.guide == "one" else [])
 
 
 def tick_text(value: float) -> str:
@@ -217,14 +198,10 @@ def _rows(chart: Bars | Dots | Stack) -> "Figure":
     for x, y, text in texts:
         beside = axes.get_yaxis_transform()
         axes.text(x, y + 13, text, transform=beside, horizontalalignment="right" if x else "left")
-    scale, _ = scales(chart)
-    bytes_read = not isinstance(chart, Stack) and chart.axis == "bytes"
-    _set(axes, "x", scale, text=size if bytes_read else tick_text)
     if isinstance(chart, Stack):
         _stack(figure, axes, chart, middles)
     else:
-        axes.set_xlabel("" if bytes_read else chart.axis)
-        _bars(axes, chart, middles, scale)
+        _bars(axes, chart, middles)
     _tidy(axes)
     return figure
 
@@ -235,10 +212,15 @@ def _stack(figure: "Figure", axes: "Axes", stack: Stack, middles: Sequence[float
         widths, begins = ([100 * sum(shares[j:k]) for _, shares in stack.rows] for j, k in ((i, i + 1), (0, i)))
         handles.append(axes.barh(middles, widths, 11, begins, color=COLOURS[PARTS[i % len(PARTS)]]))
     axes.set_xlabel("%")
+    _set(axes, "x", Scale(0.0, 100.0))
     figure.legend(handles, stack.parts, loc="lower left", ncols=len(stack.parts))
 
 
-def _bars(axes: "Axes", chart: Bars | Dots, middles: Sequence[float], scale: Scale) -> None:
+def _bars(axes: "Axes", chart: Bars | Dots, middles: Sequence[float]) -> None:
+    marks = [] if chart.mark is None else [chart.mark]
+    scale = scale_over([(bar.value, bar.interval) for bar in chart.bars], marks, zero=isinstance(chart, Bars))
+    _set(axes, "x", scale, text=size if chart.axis == "bytes" else tick_text)
+    axes.set_xlabel("" if chart.axis == "bytes" else chart.axis)
     known = [
         (scale.within(bar.value), y) for bar, y in zip(chart.bars, middles, strict=True) if math.isfinite(bar.value)
     ]

@@ -1,13 +1,12 @@
-"""A document as plain text for a terminal: aligned tables, bars of block characters."""
+"""A document as plain text for a terminal: aligned tables, also in place of charts."""
 
 from collections.abc import Iterator
 import textwrap
 
-from qspec.report.document import TONES, Bars, Block, Details, Document, Finding, Heading, Paragraph, Table, as_table
+from qspec.report.document import TONES, Block, Details, Document, Finding, Heading, Paragraph, Table, as_table
 
 WIDTH = 110
 """Columns of prose; tables take what they need."""
-BAR = 40
 
 
 def render(document: Document) -> str:
@@ -46,19 +45,8 @@ def _block(block: Block) -> Iterator[str]:
             yield from textwrap.wrap(text, WIDTH)
         case Table(caption):
             yield from (*textwrap.wrap(caption, WIDTH), *table_lines(block))
-        case Bars(caption):
-            yield from (*textwrap.wrap(caption, WIDTH), *_bars(block))
         case Details(title, lines, code):
             yield title
             yield from lines if code else [f"- {line}" for line in lines]
         case _:
             yield from _block(as_table(block))
-
-
-def _bars(chart: Bars) -> list[str]:
-    """One line per bar; values that are not finite or not above zero have no bar."""
-    drawn = [bar.value if 0 < bar.value < float("inf") else 0.0 for bar in chart.bars]
-    top = max([*drawn, 1e-12])
-    rows = tuple((bar.label, bar.text, "█" * round(BAR * v / top)) for bar, v in zip(chart.bars, drawn, strict=True))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    return [f"{label.ljust(widths[0])}  {text.rjust(widths[1])}  {bar}".rstrip() for label, text, bar in rows]
