@@ -67,13 +67,12 @@ def document(results: Results, study: SpeedRows | None = None) -> Document:
 
 
 def _verdict(results: Results, found: Sequence[Finding]) -> list[Block]:
-    """The numbers at a glance, then what the numbers prove, and what they do not: losses before open questions."""
+    """A picture and the numbers at a glance, then what is proven, and what is not: losses before open questions."""
     alarms = [finding for finding in found if finding.tone == "danger"]
     proven = sorted((f for f in found if f.tone in ("good", "plain")), key=lambda f: f.tone == "plain")
     against = sorted((f for f in found if f.tone in ("bad", "open")), key=lambda f: f.tone == "open")
     glance = tiles(results)
-    blocks: list[Block] = [*alarms, *([glance] if glance.tiles else [])]
-    blocks += picture(results)
+    blocks: list[Block] = [*alarms, *picture(results), *([glance] if glance.tiles else [])]
     blocks += [Heading("Proven", brief=True), *proven] if proven else []
     return blocks + ([Heading("Not proven, or lost", brief=True), *against] if against else [])
 

@@ -76,7 +76,7 @@ def test_the_verdict_comes_first():
             list(sections.values())[-1].append(block)
     names = ["", "Proven", "Not proven, or lost", "What it costs", "Answers side by side", "Accuracy"]
     assert list(sections)[:6] == names
-    assert [type(block) for block in sections[""]] == [Tiles, Plot]
+    assert [type(block) for block in sections[""]] == [Plot, Tiles]
     proven, open_ = ([f for f in sections[name] if isinstance(f, Finding)] for name in names[1:3])
     assert "36 of 36 greedy answers equal" in proven[0].text
     assert {f.tone for f in proven} == {"good", "plain"}
