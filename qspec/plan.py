@@ -51,7 +51,6 @@ class KVPart:
     fmt: NumFormat
     granularity: Literal["tensor", "head", "token_head", "channel"]
     group: int = 32
-    piecewise: bool = False
     outliers: float = 0.0
 
     @property
@@ -61,10 +60,10 @@ class KVPart:
 
     @property
     def label(self) -> str:
-        """Short text for people: `int4 channel g32 piecewise + 1% outliers`."""
+        """Short text for people: `int4 channel g32 + 1% outliers`."""
         group = f" g{self.group}" if self.granularity == "channel" else ""
         outliers = f" + {self.outliers:g}% outliers" if self.outliers else ""
-        return f"{self.fmt.name} {self.granularity}{group}{' piecewise' * self.piecewise}{outliers}"
+        return f"{self.fmt.name} {self.granularity}{group}{outliers}"
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,16 @@ a file. `tests/scripts/test_figures.py` holds every block to its file.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import json
-from math import log10
+from math import exp, inf, log, log10
 from pathlib import Path
 import re
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from scipy.stats import ttest_rel
 
 from qspec.eval_files import eval_dir
+from qspec.numerics.statistics.student import mean_interval
 from qspec.provenance import atomic_write
 from qspec.schema.results import Results
 
@@ -331,6 +332,20 @@ def ablation() -> str:
     return table(["format", "treatment", "WikiText-2", "Chinese"], lines)
 
 
+def kv() -> str:
+    """INT4 keys and values: KL, and what each addition makes of it, as a ratio paired by window."""
+    rows = {row["scheme"]: row for row in read("kv")["rows"] if row["scheme"] and "kl" in row}
+    lines = []
+    for name, row in rows.items():
+        plain, cell = rows[name.partition(",")[0]], ""
+        if plain is not row:
+            logs = [log(a / b) for a, b in zip(row["kl_windows"], plain["kl_windows"], strict=True)]
+            low, high = mean_interval(logs) or (-inf, inf)
+            cell = ratio(exp(mean(logs)), (exp(low), exp(high)))
+        lines.append([name, f"{three(row['kl'])} ({three(row['ci'][0])} to {three(row['ci'][1])})", cell])
+    return table(["keys and values in INT4", "KL, nats/token", "times that of plain codes"], lines)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
@@ -344,6 +359,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         draft_length,
         temperature,
         ablation,
+        kv,
     )
 }
 

@@ -131,8 +131,7 @@ def _kv_text(kv: KVScheme | None) -> str:
 
 
 def _kv_part_text(part: KVPart, scales: str) -> str:
-    own = [" piecewise"] * part.piecewise + [f" with {part.outliers:g}% outliers"] * bool(part.outliers)
-    name = part.fmt.name + "".join(own)
+    name = part.fmt.name + (f" with {part.outliers:g}% outliers" if part.outliers else "")
     if part.granularity == "token_head":
         return f"{name}, a scale per token and head, at run time"
     if part.granularity == "channel":

@@ -108,7 +108,6 @@ class KVPartSpec(Strict):
     format: Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4"]
     granularity: Literal["tensor", "head", "token_head", "channel"]
     group: int = Field(default=32, ge=8, le=1024, description="tokens that share the scales of `channel`")
-    piecewise: bool = Field(default=False, description="dense centre and coarser tails, a scale each")
     outliers: float = Field(default=0.0, ge=0, le=5, description="percent kept in float")
 
     @model_validator(mode="after")
@@ -116,10 +115,8 @@ class KVPartSpec(Strict):
         stored = self.granularity in ("tensor", "head")
         if stored and self.format in ("int8", "int4"):
             raise ValueError(f"{self.format} KV has no static scales in any runtime; {_AT_RUN_TIME}")
-        if stored and (self.piecewise or self.outliers):
-            raise ValueError(f"piecewise and outliers are chosen at run time, not stored; {_AT_RUN_TIME}")
-        if self.piecewise and self.format not in ("int8", "int4"):
-            raise ValueError(f"{self.format} is finer near zero by itself; set format: int4, or piecewise: false")
+        if stored and self.outliers:
+            raise ValueError(f"outliers are chosen at run time, not stored; {_AT_RUN_TIME}")
         return self
 
 

@@ -37,7 +37,6 @@ class SavedKVPart(Strict):
     fmt: Format
     granularity: Literal["tensor", "head", "token_head", "channel"]
     group: int = Field(ge=1, le=1024)
-    piecewise: bool
     outliers: float = Field(ge=0, le=5)
 
 

@@ -120,7 +120,7 @@ def kv_scheme(spec: KVSpec | None) -> KVScheme | None:
 def _kv_part(spec: KVPartSpec | None) -> KVPart | None:
     if spec is None:
         return None
-    return KVPart(FORMATS[spec.format], spec.granularity, spec.group, spec.piecewise, spec.outliers)
+    return KVPart(FORMATS[spec.format], spec.granularity, spec.group, spec.outliers)
 
 
 def _check_kv(kv: KVScheme, arch: ArchMap) -> None:

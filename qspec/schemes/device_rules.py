@@ -103,7 +103,6 @@ def refusal(kv: KVScheme) -> str | None:
     key, value = kv.parts
     own = {
         "channel scales": "channel" in (key.granularity, value.granularity),
-        "piecewise codes": key.piecewise or value.piecewise,
         "KV outliers": bool(key.outliers or value.outliers),
         "a residual window": kv.residual > 0,
         "INT4 KV": 4 in (key.fmt.bits, value.fmt.bits),

@@ -141,7 +141,7 @@ def _part_bytes(part: KVPart, dim: int) -> Fraction:
     by_channel = part.granularity == "channel"
     tokens = part.group if by_channel else 1
     size = tokens * dim
-    count, dtype = BlockCode(part.fmt, part.piecewise, by_channel).scales
+    count, dtype = BlockCode(part.fmt, by_channel).scales
     scales = 0 if part.stored else count * dtype.itemsize * (dim if by_channel else 1)
     outliers = outlier_count(part.outliers, size) * OUTLIER_BYTES
     return Fraction(size * part.fmt.bits, 8 * tokens) + Fraction(scales + outliers, tokens)

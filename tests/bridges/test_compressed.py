@@ -355,7 +355,7 @@ OWN_KV = [
     {"granularity": "head", "query": "head", "skip_layers": (1,)},
     {"granularity": "tensor", "query": "tensor", "value": {"format": "int8", "granularity": "token_head"}},
     {"format": "fp8_e5m2", "residual": 64, "key": {"format": "int4", "granularity": "channel", "outliers": 1.0}},
-    {"format": "int4", "granularity": "token_head", "value": {**INT4_KV, "piecewise": True}},
+    {"format": "int4", "granularity": "token_head", "value": {**INT4_KV, "outliers": 2.0}},
 ]
 
 

@@ -35,7 +35,7 @@ KV: dict[str, dict[str, Any] | None] = {
     "fp8 head": {"granularity": "head", "query": "head"},
     "int8": {"format": "int8", "granularity": "token_head"},
     "outliers": {"value": {"format": "int4", "granularity": "token_head", "outliers": 5.0}},
-    "two kinds": {"format": "fp8_e4m3", "value": {"format": "int4", "granularity": "token_head", "piecewise": True}},
+    "two kinds": {"format": "fp8_e4m3", "value": {"format": "int4", "granularity": "token_head"}},
     "skipped": {"format": "fp8_e5m2", "query": None, "skip_layers": (1,)},
 }
 WINDOWED: dict[str, dict[str, Any]] = {

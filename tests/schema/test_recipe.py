@@ -89,7 +89,6 @@ def test_every_device_name_has_a_data_sheet():
             ["no static scales", "token_head or channel"],
         ),
         ("target.quantization.kv={value: {format: fp8_e4m3, granularity: head, outliers: 1}}", ["at run time"]),
-        ("target.quantization.kv={key: {format: fp8_e4m3, granularity: token_head, piecewise: true}}", ["int4"]),
         ("target.quantization.kv={format: int8, granularity: token_head, scales: auto}", ["stored scales"]),
         ("target.quantization.kv={format: int8, granularity: token_head, query: head}", ["tensor or head scales"]),
         (

@@ -103,7 +103,7 @@ def quantized_obstacle(model: QuantizedModel) -> str | None:
 
 def _cache_obstacle(kv: KVScheme, rounds_queries: bool) -> str | None:
     key, value = kv.parts
-    simple = key == value and not key.outliers and not key.piecewise
+    simple = key == value and not key.outliers
     served = (key.fmt == INT8 and key.granularity == "token_head") or (key.fmt == FP8_E4M3 and key.stored)
     if simple and served and not kv.residual and not kv.skip_layers and not (kv.query and rounds_queries):
         return None

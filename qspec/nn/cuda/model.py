@@ -202,7 +202,7 @@ def _kv_obstacle(model: QuantizedModel) -> str | None:
 def _plain_kv(scheme: KVScheme, model: QuantizedModel) -> bool:
     key, value = scheme.parts
     kinds = (FP8_E4M3, "tensor"), (INT8, "token_head"), (FP8_E4M3, "token_head")
-    plain = key == value and (key.fmt, key.granularity) in kinds and not key.outliers and not key.piecewise
+    plain = key == value and (key.fmt, key.granularity) in kinds and not key.outliers
     return plain and not scheme.step and not scheme.skip_layers and not model.q_scale
 
 

@@ -75,10 +75,10 @@ class StaticCodes:
 
 
 class TokenCodes:
-    """A scale per token and head, made when it is written; piecewise codes and outliers too."""
+    """A scale per token and head, made when it is written; outliers too."""
 
     def __init__(self, heads: Sequence[int], length: int, dim: int, part: KVPart) -> None:
-        self._code = BlockCode(part.fmt, part.piecewise)
+        self._code = BlockCode(part.fmt)
         self._codes = _empty((*heads, length, dim), part.fmt)
         count, dtype = self._code.scales
         self._scales = torch.ones((*heads, length, count), dtype=dtype)
@@ -91,11 +91,7 @@ class TokenCodes:
         self._codes[..., start:end, :], self._scales[..., start:end, :] = _packed(codes, self._code.fmt), scales
 
     def read(self, end: int) -> Tensor:
-        codes, scales = self._codes[..., :end, :], self._scales[..., :end, :]
-        if self._code.piecewise:
-            values = self._code.decode(_unpacked(codes, self._code.fmt), scales)
-        else:
-            values = _as_float(_unpacked(codes, self._code.fmt)) * scales
+        values = _as_float(_unpacked(self._codes[..., :end, :], self._code.fmt)) * self._scales[..., :end, :]
         return self._outliers.put_back(values, end)
 
     def stored(self, length: int) -> list[Tensor]:
@@ -116,7 +112,7 @@ class ChannelCodes:
     def __init__(self, heads: Sequence[int], length: int, dim: int, part: KVPart) -> None:
         groups = -(-length // part.group)
         self._group, self._dim = part.group, dim
-        self._code = BlockCode(part.fmt, part.piecewise, offset=True)
+        self._code = BlockCode(part.fmt, offset=True)
         self._codes = _empty((*heads, groups, part.group, dim), part.fmt)
         count, dtype = self._code.scales
         self._scales = torch.ones((*heads, groups, dim, count), dtype=dtype)

@@ -97,12 +97,9 @@ def test_bytes_per_token_equal_theory(cache: KVCache, per_value: float, per_head
 # Bytes of one head and token, D = 16, from the definitions: codes, scales, outliers (float16 and int16 each).
 KEY_PARTS = [
     (KVPart(FP8_E5M2, "tensor"), 16),
-    (KVPart(INT4, "token_head", piecewise=True), 8 + 2 * 2),
-    (KVPart(INT8, "token_head", piecewise=True), 16 + 2 * 2),
     (KVPart(INT4, "token_head", outliers=5.0), 8 + 4 + 1 * 4),
     (KVPart(FP8_E4M3, "channel", group=16), 16 + 16 * 4 / 16),
     (KVPart(INT4, "channel", group=32), 8 + 16 * 2 * 2 / 32),
-    (KVPart(INT4, "channel", group=16, piecewise=True), 8 + 16 * 3 * 2 / 16),
     (KVPart(INT4, "channel", group=32, outliers=1.0), 8 + 16 * 2 * 2 / 32 + 6 * 4 / 32),  # 1 % of 512: 6
 ]
 

@@ -22,7 +22,6 @@ SCHEMES = {
     "channel": BASE,
     "no residual": replace(BASE, residual=0),
     "outliers": replace(BASE, key=replace(KEYS, outliers=2.0), value=KVPart(INT4, "token_head", outliers=2.0)),
-    "piecewise": replace(BASE, key=replace(KEYS, piecewise=True), value=KVPart(INT4, "token_head", piecewise=True)),
     "fp8 channel": KVScheme(FP8_E4M3, "tensor", key=KVPart(FP8_E4M3, "channel", group=8), residual=3),
     "residual only": KVScheme(INT8, "token_head", residual=5),
     "static residual": KVScheme(FP8_E4M3, "head", residual=5),
