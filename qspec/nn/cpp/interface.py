@@ -254,7 +254,7 @@ class NativeLinear:
         self._lib, self._pool, self._matrix = library(), pool_of(1), matrix_of(packed)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        x_TK, y_TN = x_TK.float().contiguous(), torch.empty(len(x_TK), self.packed.n)
+        x_TK, y_TN = x_TK.contiguous(), torch.empty(len(x_TK), self.packed.n)
         x, y = floats(x_TK, len(x_TK) * self.packed.k), y_TN.data_ptr()
         if not self._lib.qspec_linear(self._pool.handle, self._isa, byref(self._matrix), x, len(x_TK), y):
             raise failure("a matmul")
