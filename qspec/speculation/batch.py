@@ -45,16 +45,16 @@ def generate_batch(
     """
     for prompt in prompts:
         check_prompt(prompt.tokens, target.max_length, target.vocab_size)
-    found = on_device(target, prompts, sampling, eos_ids, schedule, on_tokens)
-    if found is not None:
-        return found
+    generations = on_device(target, prompts, sampling, eos_ids, schedule, on_tokens)
+    if generations is not None:
+        return generations
     emit = on_tokens or (lambda _, __: None)
     batch, done = Batch(schedule), dict[int, Generation]()
-    asked = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.max_new_tokens > 0]
-    for i, prompt in asked:
+    pending = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.max_new_tokens > 0]
+    for i, prompt in pending:
         batch.join(i, target.fork(), prompt, sampling, eos_ids)
     with torch_beside(target):
-        for i, prompt in asked:
+        for i, prompt in pending:
             emit(i, batch.read(i, prompt.domain))
         while len(batch):
             for i in batch.finished():

@@ -49,7 +49,7 @@ def on_device(
         return None
     reason = obstacle(target, prompts, sampling)
     if reason is not None:
-        _tell_once(reason)
+        _warn_once(reason)
         return None
     sequences = [target.fork() if fork else target for _ in prompts]
     slots = [sequence.slot for sequence in sequences]
@@ -61,10 +61,10 @@ def on_device(
         (sampling, length, frozenset(eos_ids), tokens),
         lambda target, draft: CudaLoop(target, draft, rule_of(sampling), length, eos_ids, tokens=tokens),
     )
-    found = generate_on_device(loop, prompts, schedule or ((1, 1, length),), on_tokens, slots)
+    generations = generate_on_device(loop, prompts, schedule or ((1, 1, length),), on_tokens, slots)
     if not fork:
-        target.hold(len(prompts[0].tokens) + len(found[0].tokens) - 1)
-    return found
+        target.hold(len(prompts[0].tokens) + len(generations[0].tokens) - 1)
+    return generations
 
 
 def obstacle(target: CudaDecoder, prompts: Sequence[Prompt], sampling: Sampling) -> str | None:
@@ -100,7 +100,7 @@ def _draft(drafter: Drafter | None) -> Pool | None:
 
 
 @lru_cache
-def _tell_once(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     logging.getLogger(__name__).warning("the host runs every step, not the loop on the GPU: %s", reason)
 
 
@@ -171,10 +171,10 @@ def generate_on_device(
     return [done.get(i, Generation([])) for i in range(len(prompts))]
 
 
-def _admitted(loop: CudaLoop, slot: int, number: int, prompt: Prompt, asked: float) -> _Running:
+def _admitted(loop: CudaLoop, slot: int, number: int, prompt: Prompt, start: float) -> _Running:
     first = loop.begin(slot, torch.tensor(prompt.tokens), prompt.max_new_tokens, _uniforms(loop, prompt, 1))
     now = perf_counter()
-    return _Running(number, prompt, loop.eos_ids, [first], now - asked, now, now)
+    return _Running(number, prompt, loop.eos_ids, [first], now - start, now, now)
 
 
 def _uniforms(loop: CudaLoop, prompt: Prompt, count: int) -> Tensor:

@@ -42,10 +42,10 @@ def generate(
     if max_new_tokens < 1:
         return Generation([])
     emit = on_tokens or (lambda _: None)
-    asked = Prompt(prompt, max_new_tokens, generator, drafter, policy, domain)
-    found = on_device(target, [asked], sampling, eos_ids, on_tokens=lambda _, tokens: emit(tokens), fork=False)
-    if found is not None:
-        return found[0]
+    whole = Prompt(prompt, max_new_tokens, generator, drafter, policy, domain)
+    generations = on_device(target, [whole], sampling, eos_ids, on_tokens=lambda _, tokens: emit(tokens), fork=False)
+    if generations is not None:
+        return generations[0]
     policy = policy or Heuristic()
     request = Request(target, drafter, policy, prompt, len(prompt) + max_new_tokens, sampling, eos_ids, generator)
     likeliest = target if sampling.greedy and isinstance(target, GreedyLM) else None

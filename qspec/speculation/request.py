@@ -64,7 +64,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.context = list(self.prompt)
-        self._asked = self._first = self._newest = perf_counter()
+        self._start = self._first = self._newest = perf_counter()
 
     def prefill(self, domain: str = "") -> list[int]:
         """Begin: feed the prompt into an empty cache and commit the first token."""
@@ -154,7 +154,7 @@ class Request:
     def result(self) -> Generation:
         tokens, stopped = self.context[len(self.prompt) :], self.stopped()
         assert stopped is not None, "a request that goes on has no result"
-        return Generation(tokens, self.steps, self._first - self._asked, self._newest - self._first, stopped)
+        return Generation(tokens, self.steps, self._first - self._start, self._newest - self._first, stopped)
 
     def _until_eos(self, tokens: list[int]) -> list[int]:
         stop = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
@@ -163,9 +163,9 @@ class Request:
 
 def drafts(requests: Sequence[Request]) -> list[Proposal]:
     """Of each, drafts that may all stand without passing its end, and whose rows fit into the target's cache."""
-    asked = {i: ask for i, request in enumerate(requests) if (ask := request.ask()) is not None}
-    found = dict(zip(asked, propose_together(list(asked.values())), strict=True))
-    return [r.fitted(found[i], asked[i][1].k) if i in found else NOTHING for i, r in enumerate(requests)]
+    asks = {i: ask for i, request in enumerate(requests) if (ask := request.ask()) is not None}
+    proposals = dict(zip(asks, propose_together(list(asks.values())), strict=True))
+    return [r.fitted(proposals[i], asks[i][1].k) if i in proposals else NOTHING for i, r in enumerate(requests)]
 
 
 def check_prompt(prompt: list[int], max_length: int, vocab_size: int) -> None:
@@ -218,21 +218,21 @@ def _first_nodes(proposal: Proposal, count: int) -> Proposal:
     )
 
 
-def propose_together(asked: Sequence[tuple[Drafter, Ask]]) -> list[Proposal]:
+def propose_together(asks: Sequence[tuple[Drafter, Ask]]) -> list[Proposal]:
     """What each drafter proposes when it is asked so, as it would alone."""
     groups: dict[Hashable, list[int]] = {}
-    for i, (drafter, _) in enumerate(asked):
+    for i, (drafter, _) in enumerate(asks):
         key = (type(drafter), drafter.group()) if isinstance(drafter, BatchDrafter) else i
         groups.setdefault(key, []).append(i)
-    found: dict[int, Proposal] = {}
+    proposals: dict[int, Proposal] = {}
     for members in groups.values():
-        found |= zip(members, _of_group([asked[i] for i in members]), strict=True)
-    return [found[i] for i in range(len(asked))]
+        proposals |= zip(members, _of_group([asks[i] for i in members]), strict=True)
+    return [proposals[i] for i in range(len(asks))]
 
 
-def _of_group(asked: Sequence[tuple[Drafter, Ask]]) -> list[Proposal]:
-    first, ask = asked[0]
+def _of_group(asks: Sequence[tuple[Drafter, Ask]]) -> list[Proposal]:
+    first, ask = asks[0]
     if not isinstance(first, BatchDrafter):
         return [first.propose(*ask)]
-    drafters = cast("list[BatchDrafter]", [drafter for drafter, _ in asked])
-    return first.propose_many(drafters, [ask for _, ask in asked])
+    drafters = cast("list[BatchDrafter]", [drafter for drafter, _ in asks])
+    return first.propose_many(drafters, [ask for _, ask in asks])

@@ -342,7 +342,7 @@ def test_what_the_loop_does_not_run_is_named(
     again = [replace(plain, drafter=None, generator=Repeatable(3))]
     assert obstacle(decoder, again, GREEDY) is None
     assert "a seed repeats" in (obstacle(decoder, again, WARM) or "")
-    device._tell_once.cache_clear()  # another test may have been told
+    device._warn_once.cache_clear()  # another test may have been told
     found = single(decoder, told["learns from every step"][0], GREEDY)
     assert found.tokens == engine(target, None, GREEDY, 0)[0]
     assert "the host runs every step, not the loop on the GPU: a draft length that learns" in caplog.text

@@ -81,7 +81,7 @@ class MlpDrafter:
         chains = [drafter._chain(ask) for drafter, ask in pairs]
         hidden_BH = torch.cat([drafter._hidden(ask) for drafter, ask in pairs])
         depth, newest = max(chain.k for chain in chains), [ask.context[-1] for ask in asks]
-        first._heads.chains(hidden_BH, newest, depth, lambda i, *told: chains[i].choose(*told))
+        first._heads.chains(hidden_BH, newest, depth, lambda i, *stage: chains[i].choose(*stage))
         tokens = [torch.tensor(chain.tokens, dtype=torch.long) for chain in chains]
         laws = [first._widened(chain.laws) for chain in chains]
         share = (perf_counter() - start) / sum(chain.stages for chain in chains)

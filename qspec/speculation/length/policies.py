@@ -125,8 +125,8 @@ class _Threshold:
 
     def add(self, confidences: Sequence[float], accepted: int) -> None:
         self._seen.extend((confidence, i < accepted) for i, confidence in enumerate(confidences))
-        found = best_threshold([confidence for confidence, _ in self._seen], [stood for _, stood in self._seen])
-        self.value = self.value if found is None else found
+        threshold = best_threshold([seen[0] for seen in self._seen], [seen[1] for seen in self._seen])
+        self.value = self.value if threshold is None else threshold
 
 
 class BatchLimited:
