@@ -33,6 +33,8 @@ PARTS = ("s0", "s1", "s5")
 """Colours of a stack."""
 LONGEST_NAME = 26
 """Characters of a point's name beside it; the table below has all of it."""
+NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+"""Characters that a name may hold and XML may not."""
 DECADES = 30.0
 """Ratio of the largest to the least value from which on a scale is logarithmic, if all of them are positive."""
 REACH = 30.0
@@ -46,7 +48,6 @@ STYLE = {
     "axes.facecolor": "none",
     "axes.edgecolor": COLOURS["soft"],
     "axes.labelcolor": COLOURS["ink"],
-    "axes.labelsize": 12,
     "axes.titlesize": 12,
     "axes.titlelocation": "left",
     "axes.titlecolor": COLOURS["ink"],
@@ -192,8 +193,8 @@ def _rows(chart: Bars | Dots | Stack) -> "Figure":
         texts.append((1.0, depth - LINE, value))
         middles.append(depth + 9)
         depth += 22
-    figure, axes = _figure(EDGE, 0, depth, 2 * LINE + 8 + (LINE + 8) * isinstance(chart, Stack))
-    axes.set(ylim=(depth, 0), yticks=[])
+    figure, axes = _figure(EDGE, 0, depth or 1, 2 * LINE + 8 + (LINE + 8) * isinstance(chart, Stack))
+    axes.set(ylim=(depth or 1, 0), yticks=[])
     axes.spines["left"].set_visible(False)
     for x, y, text in texts:
         beside = axes.get_yaxis_transform()
@@ -371,7 +372,7 @@ def _inline(figure: "Figure", tips: Sequence[Sequence[str]], about: str) -> str:
     written = io.StringIO()
     unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     FigureCanvasSVG(figure).print_svg(written, metadata=unsaid)  # type: ignore[no-untyped-call]
-    root = ET.fromstring(written.getvalue())
+    root = ET.fromstring(NO_XML.sub("\ufffd", written.getvalue()))
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         element.text, element.tail = (element.text or "").strip() or None, None

@@ -140,6 +140,21 @@ def test_text_is_no_formula():
     assert "$x^{$ and $y$" in [text for text, _, _ in texts(drawn)]
 
 
+@pytest.mark.parametrize(
+    "chart", [Bars("b", ()), Dots("d", (), 1.0), Stack("s", ("a", "b"), ()), Plot("p", "x", "y", ())]
+)
+def test_a_chart_of_nothing_is_drawn(chart: Plot | Bars | Dots | Stack):
+    """Would catch a page that fails because a kind of layer has no scales."""
+    assert ET.fromstring(svg(chart)).tag == "svg"
+
+
+def test_a_name_may_hold_anything():
+    """Would catch a report that fails on a control character in the name of an arm."""
+    name = "a\x1b[0m\x00 안녕"
+    assert "a�[0m� 안녕" in [text for text, _, _ in texts(svg(Dots("d", (Bar(name, 1.0, "1"),), 1.0)))]
+    assert "point" in svg(Plot("c", name, name, (Series(name, (Point(name, 1.0, 2.0),)),), named=True))
+
+
 def test_series_differ_in_shape():
     """Would catch series that only their colour tells apart."""
     drawn = svg(Plot("c", "x", "y", tuple(Series(f"s{i}", (Point("", 1.0, i),)) for i in range(6))))
