@@ -309,7 +309,7 @@ class QuantSpec(Strict):
             raise ValueError(f"{name} belongs to engine qspec; set engine: qspec, or leave it out")
         if self.activation_scales == "auto" and not any(row.twins for row in self.rows):
             fits = named(rows_that(lambda row: row.twins is not None))
-            raise ValueError(f"activation_scales auto chooses for scheme {fits}; set one, or leave it out")
+            raise ValueError(f"activation_scales auto chooses for the schemes {fits}; set one, or leave it out")
         if self.activation_scales == "auto" and IN_GROUPS in self.modifiers:
             raise ValueError("W8A8 in groups makes its scales at run time; leave activation_scales or group_size out")
         if self.fp8_format == "adaptive" and not any(row.float8 for row in self.rows):
