@@ -146,8 +146,9 @@ _INT8 = "INT8 matmul kernels exist for SM75 to SM90 only"
 _ON_INT8 = tuple(Remark("refused", _INT8, "use scheme: FP8_DYNAMIC", _gpu(*sm)) for sm in ((0, 74), (91, 1000)))
 _DECODED = "a CPU has no FP8 matmul: weights are decoded at load, so files shrink and speed does not rise"
 _HALF_RATE = "with float32 accumulation INT8 has twice FP8's matmul rate there (prefill, large batches)"
+_W8A16 = "has no FP8 matmul: vLLM multiplies FP8 weights with 16-bit inputs (W8A16, Marlin), at 16-bit speed"
 _ON_FP8 = (
-    Remark("refused", "FP8 matmul needs SM89 or newer", "use scheme: W8A8", _gpu(0, ADA - 1)),
+    Remark("warning", _W8A16, "use scheme: W8A8, which INT8 units multiply there", _gpu(0, ADA - 1)),
     Remark("note", _DECODED, "use scheme: W8A8 for speed on CPU", _cpu),
     Remark("note", _HALF_RATE, "compare scheme: W8A8", lambda at: at.device == "rtx4090"),
 )

@@ -83,9 +83,12 @@ def _kv_findings(sheet: DeviceSheet, kv: KVScheme, arch: ArchMap | None) -> Iter
         return
     if reason is not None:
         yield Finding("note", value, reason, "serve with qspec, or use kv: {format: fp8_e4m3}")
-    if key.fmt.is_float and sm is not None and sm < ADA:
-        fix = "use kv: {format: int8, granularity: token_head}"
-        yield Finding("warning", value, "fast attention kernels read FP8 KV from SM89 on", fix)
+    int8 = "use kv: {format: int8, granularity: token_head}"
+    if (unread := unread_fp8(kv, sheet)) is not None:
+        yield Finding("refused", value, unread, int8)
+    elif key.fmt.is_float and sm is not None and sm < ADA:
+        rule = "of vLLM's attention kernels FlashInfer alone reads FP8 KV before SM89"
+        yield Finding("warning", value, rule, f"serve with --attention-backend FLASHINFER, or {int8}")
     if key.fmt.is_float and key.stored and not kv.open and arch is not None and arch.qkv_bias:
         rule = "key biases (Qwen2 family) make keys so large that rounding them to FP8 can change every score"
         fix = "use granularity: auto or skip_layers: auto, which measure it, or kv: null"
@@ -96,6 +99,8 @@ def _kv_findings(sheet: DeviceSheet, kv: KVScheme, arch: ArchMap | None) -> Iter
 
 
 _SHORT = {"fp8_e4m3": "fp8", "int8": "int8"}
+_FIRST_READER = {"tensor": (80, "FlashInfer"), "head": (90, "FlashAttention"), "token_head": (ADA, "Triton")}
+"""By the granularity of FP8 scales, vLLM's attention kernel that reads them on the oldest devices, and the oldest."""
 
 
 def refusal(kv: KVScheme) -> str | None:
@@ -113,6 +118,18 @@ def refusal(kv: KVScheme) -> str | None:
     if "fp8_e5m2" in (key.fmt.name, value.fmt.name):
         return "vLLM refuses E5M2 KV beside FP8 weights, and has corrupted output with it"
     return None if key == value else "vLLM stores keys and values in one format"
+
+
+def unread_fp8(kv: KVScheme, sheet: DeviceSheet) -> str | None:
+    """Why no attention kernel of vLLM reads the FP8 codes of a cache on a GPU; None: one does, or there are none."""
+    key, sm = kv.parts[0], sheet.capability
+    if sm is None or not key.fmt.is_float or key.granularity not in _FIRST_READER:
+        return None
+    first, kernel = _FIRST_READER[key.granularity]
+    rule = (
+        f"no attention kernel of vLLM reads FP8 KV by {key.granularity} there: {kernel} is the first, from SM{first} on"
+    )
+    return rule if sm < first else None
 
 
 def kv_flag(kv: KVScheme | None) -> str:

@@ -3,13 +3,13 @@
 from typing import Any
 
 from qspec.plan import KVScheme
-from qspec.schema.devices import DeviceSheet
+from qspec.schema.devices import ADA, DeviceSheet
 from qspec.schema.manifest import Served
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schema.recipe import DraftLengthSpec
 from qspec.scheme_table import SCHEMES
 from qspec.schemes.build import build_plan, kv_scheme
-from qspec.schemes.device_rules import kv_flag, refusal
+from qspec.schemes.device_rules import kv_flag, refusal, unread_fp8
 
 HEAD = "; lm_head is quantized too, by a target pattern of its own: vLLM reads that, no run here proves it"
 WHOLE_HEAD = "; it runs the whole head and drafts any id: draft_vocab is qspec's own engine's"
@@ -37,6 +37,8 @@ def vllm_weights(spec: QuantSpec, sheet: DeviceSheet, folder: str) -> tuple[bool
         detail += "".join(row.vllm_cpu_note for row in spec.rows)
     if rounds_head(spec):
         detail += HEAD
+    if not cpu and (sheet.capability or 0) < ADA and any(name.startswith("FP8") for name in spec.schemes):
+        detail += ", run as W8A16: FP8 weights, 16-bit inputs"
     lacking = [f"{modifier.name}: {modifier.rule}" for modifier in spec.modifiers]
     for row in spec.rows:
         reason = row.vllm or (cpu and row.vllm_cpu)
@@ -52,7 +54,7 @@ def rounds_head(spec: QuantSpec) -> bool:
 def vllm_kv(kv: KVScheme | None, sheet: DeviceSheet) -> Served:
     if kv is None:
         return Served(runtime="vllm", part="kv", served=True, detail="KV in the model's dtype")
-    reason = refusal(kv)
+    reason = refusal(kv) or unread_fp8(kv, sheet)
     if reason is not None:
         detail = f"{reason}; qspec's engine runs it, vLLM keeps KV in the model's dtype"
         return Served(runtime="vllm", part="kv", served=False, detail=detail)

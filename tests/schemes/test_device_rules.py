@@ -16,6 +16,7 @@ from qspec.schema.recipe import Recipe
 from qspec.scheme_table import MODIFIERS, SCHEMES, Modifier
 from qspec.schemes.build import build_plan
 from qspec.schemes.device_rules import Finding, device_findings, modifier_findings, raise_refused
+from qspec.schemes.exports import vllm_kv, vllm_weights
 
 ARCH = ArchMap("qwen2", "Qwen2ForCausalLM", 1, 8, 8, 1, 1, 8, 8, 8, (1.0,) * 4, qkv_bias=True)
 
@@ -29,8 +30,9 @@ def said(device: str, scheme: str = "none", kv: KVScheme | None = None, dtype: s
     ("device", "scheme", "dtype", "level", "part"),
     [
         ("b200", "W8A8", "auto", "refused", "SM75 to SM90"),
-        ("a100", "FP8", "auto", "refused", "SM89 or newer"),
-        ("a100", "FP8_DYNAMIC", "auto", "refused", "use scheme: W8A8"),
+        ("a100", "FP8", "auto", "warning", "16-bit inputs"),
+        ("a100", "FP8_DYNAMIC", "auto", "warning", "use scheme: W8A8"),
+        ("a100", "FP8_BLOCK", "auto", "warning", "W8A16"),
         ("l40s", "FP8_BLOCK", "auto", "refused", "FP8_DYNAMIC or W8A8"),
         ("rtx4090", "FP8_BLOCK", "auto", "refused", "slower there"),
         ("h100", "FP8_BLOCK", "float16", "refused", "bfloat16 only"),
@@ -71,7 +73,10 @@ def test_what_runs_is_not_remarked(device: str, scheme: str):
     ("device", "kv", "level", "part"),
     [
         ("h100", KVScheme(FP8_E5M2, "tensor"), "refused", "E5M2"),
-        ("a100", KVScheme(FP8_E4M3, "head"), "warning", "from SM89 on"),
+        ("a100", KVScheme(FP8_E4M3, "tensor"), "warning", "--attention-backend FLASHINFER"),
+        ("a100", KVScheme(FP8_E4M3, "token_head"), "refused", "Triton is the first kernel that does, from SM89 on"),
+        ("a100", KVScheme(FP8_E4M3, "head"), "refused", "FlashAttention is the first kernel that does, from SM90 on"),
+        ("l40s", KVScheme(FP8_E4M3, "head"), "refused", "FlashAttention is the first kernel that does, from SM90 on"),
         ("h100", KVScheme(FP8_E4M3, "tensor"), "warning", "key biases"),
         ("cpu", KVScheme(INT8, "token_head"), "warning", "garbage"),
     ],
@@ -79,6 +84,38 @@ def test_what_runs_is_not_remarked(device: str, scheme: str):
 def test_kv_rules(device: str, kv: KVScheme, level: str, part: str):
     """Would catch a KV format that corrupts output on its device without a word."""
     assert [text for lev, text in said(device, "none", kv) if lev == level and part in text]
+
+
+@pytest.mark.parametrize(
+    ("device", "kv", "served"),
+    [
+        ("a100", KVScheme(FP8_E4M3, "tensor"), True),
+        ("a100", KVScheme(FP8_E4M3, "token_head"), False),
+        ("a100", KVScheme(INT8, "token_head"), True),
+        ("l40s", KVScheme(FP8_E4M3, "head"), False),
+        ("l40s", KVScheme(FP8_E4M3, "token_head"), True),
+        ("h100", KVScheme(FP8_E4M3, "head"), True),
+        ("cpu", KVScheme(FP8_E4M3, "head"), True),
+    ],
+)
+def test_a_cache_that_no_kernel_reads_is_not_served(device: str, kv: KVScheme, served: bool):
+    """Would catch a manifest that promises a server which stops at the format of its cache."""
+    assert vllm_kv(kv, read_device(device)).served == served
+    refused = [level for level, _ in said(device, "none", kv) if level == "refused"]
+    assert refused == ([] if served else ["refused"])
+
+
+def test_turing_reads_no_fp8_cache():
+    """Would catch an FP8 cache approved for devices that vLLM has no kernel for; their FP8 weights run as W8A16."""
+    turing = read_device("a100").model_copy(update={"capability": 75})
+    found = list(device_findings(turing, {"l": SCHEMES["FP8"].layer()}, KVScheme(FP8_E4M3, "tensor")))
+    assert [finding.level for finding in found] == ["warning", "refused"]
+
+
+def test_fp8_weights_before_ada_are_served_with_16_bit_inputs():
+    """Would catch an export that promises the arithmetic which was measured, where a server has another."""
+    details = [vllm_weights(QuantSpec(scheme="FP8"), read_device(name), "target")[1] for name in ("a100", "l40s")]
+    assert ["W8A16" in detail for detail in details] == [True, False]
 
 
 def test_key_bias_warning_is_for_models_that_have_one():
@@ -102,11 +139,11 @@ def test_first_refusal_is_raised_with_its_three_parts():
 def test_all_refusals_come_at_once():
     """Would catch a second refusal that shows only after the first was mended, one a run."""
     findings = [*device_findings(read_device("b200"), {"l": SCHEMES["W8A8"].layer()}, None)]
-    findings += device_findings(read_device("a100"), {"l": SCHEMES["FP8"].layer()}, KVScheme(FP8_E5M2, "tensor"))
+    findings += device_findings(read_device("l40s"), {"l": SCHEMES["FP8_BLOCK"].layer()}, KVScheme(FP8_E5M2, "tensor"))
     with pytest.raises(RecipeError) as caught:
         raise_refused([*findings, *findings])
     assert str(caught.value).count("also refused: ") == 2
-    assert "FP8 matmul needs SM89 or newer" in str(caught.value)
+    assert "block FP8 has no kernel of its own on Ada" in str(caught.value)
 
 
 def recipe(device: str, target: KVSpec | None, draft: KVSpec | None) -> Recipe:
