@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 1
     except _USAGE_ERROR as e:
-        return _fail(f"{e.format_message().rstrip('.')}; see qspec --help", 2)
+        return _fail(f"{' '.join(e.format_message().split()).rstrip('.')}; see qspec --help", 2)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except Exception as e:
@@ -115,7 +115,7 @@ def _refusal(error: Exception, argv: Sequence[str] | None) -> str | None:
     reason, arguments = ran_out(error), sys.argv[1:] if argv is None else argv
     goes_on = _GOES_ON.get(next((a for a in arguments if not a.startswith("-")), ""), "")
     if isinstance(error, OutOfMemory):
-        return f"{error}{goes_on}"
+        return f"{error.line}{goes_on}"
     if reason is not None:
         limit = f", and {found}" if (found := tightest()) else ""
         fix = "give it more memory, or take less: a smaller model, shorter contexts, fewer at once"
@@ -765,7 +765,8 @@ def _cut(asked: int, limit: int, most: int) -> str:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    for line in message.splitlines():
+        print(f"error: {' '.join(line.split())}", file=sys.stderr)
     return status
 
 

@@ -8,20 +8,46 @@
     ├── OutputError            an output folder cannot be written
     └── OutOfMemory            a job does not fit in the memory that this process may take
 
-Every message names the *value*, the *rule* it breaks and the *fix*; the command line prints it as one line and
-exits with status 2.
+Every message names the *value*, the *rule* it breaks and the *fix*; the command line prints it as one line, or as many
+as there are problems, and exits with status 2.
 """
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class QspecError(Exception):
     """Base of everything a caller may want to catch.
 
-    `value` is what was given, `rule` what it breaks, `fix` what to do instead; the message joins the three.
+    `value` is what was given, `rule` what it breaks, `fix` what to do instead; the message joins the three in one line.
+    `more`: further problems of the same input, each of which has a line of its own behind it.
     """
 
-    def __init__(self, value: str, rule: str, fix: str) -> None:
-        self.value, self.rule, self.fix = value, rule, fix
-        super().__init__(f"{value}: {rule}; {fix}")
+    def __init__(self, value: str, rule: str, fix: str, more: Sequence["QspecError"] = ()) -> None:
+        self.value, self.rule, self.fix, self.more = value, rule, fix, tuple(more)
+        self.line = " ".join(f"{value}: {rule}; {fix}".split())
+        super().__init__("\n".join(dict.fromkeys([self.line, *(error.line for error in more)])))
+
+
+class Problems:
+    """Errors that are kept while their job goes on, and told together."""
+
+    def __init__(self, found: Sequence[QspecError] = ()) -> None:
+        self.found = list(found)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the error that a block raises."""
+        try:
+            yield
+        except QspecError as error:
+            self.found += [error, *error.more]
+
+    def tell(self) -> None:
+        """Raise what was kept as one error, of the first one's kind."""
+        if self.found:
+            first, *others = self.found
+            raise type(first)(first.value, first.rule, first.fix, others) from first
 
 
 class RecipeError(QspecError):

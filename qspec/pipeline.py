@@ -14,7 +14,7 @@ from qspec.measure.arms import Arms, Originals, load_originals, measure_accuracy
 from qspec.measure.bench import bench
 from qspec.measure.rehearse import rehearse
 from qspec.memory import require_memory
-from qspec.models.load import load, resolve_model, source_dtype
+from qspec.models.load import load, read_header, source_dtype
 from qspec.models.vocab import limited
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import engine_name, gpu_for
@@ -24,7 +24,7 @@ from qspec.pair.package import package, refuse_guessed, seal, tidy
 from qspec.planning.planned import PlannedPair, plan_half
 from qspec.planning.preview import admit
 from qspec.planning.preview_text import duration
-from qspec.planning.remarks import remarks, time_findings
+from qspec.planning.remarks import findings, time_findings
 from qspec.progress import Progress, setup_log
 from qspec.provenance import (
     atomic_write,
@@ -98,7 +98,7 @@ def run(
         if not _is_complete(recipe, out, resume):  # another run may have taken it while models were loaded
             atomic_write(out / "recipe.yaml", recipe.dump())
             setup_log(out / "run.log")
-            warnings = [str(finding) for finding in remarks(planned) if finding.level == "warning"]
+            warnings = tuple(str(finding) for finding in findings(planned) if finding.level == "warning")
             _make(recipe, originals, out, progress, despite, warnings)
     progress.close()
     return out / "pair"
@@ -127,7 +127,7 @@ def _make(
     else:
         target, draft = quantize_halves(recipe, originals, out / "work", progress)
         progress.stage("package and verify")
-        package(target, draft, recipe, out, originals.head)
+        package(target, draft, recipe, out, originals.head, warnings)
     arms = Arms(recipe, originals, open_pair(pair))
     kept, key = Kept(out / "work"), [recipe.as_dict(), half_digests(arms.pair.manifest)]
     found = kept.value("accuracy", key, lambda: measure_accuracy(arms, out / "work", progress).model_dump(mode="json"))
@@ -137,7 +137,6 @@ def _make(
         speed = Speed.model_validate(kept.value("speed", key, lambda: _bench(arms, progress).model_dump(mode="json")))
     engine = engine_name(arms.pair.target)
     results = results_of(arms.pair.manifest, recipe, accuracy, speed, engine=engine)
-    results = results.model_copy(update={"limits": (*results.limits, *(f"Warned of: {told}" for told in warnings))})
     if against := blockers(results):
         progress.say(f"not ready: {'; '.join(against)}")
         results = results.model_copy(update={"despite": despite})
@@ -209,8 +208,8 @@ def quantize_checkpoint(
     """
     out, progress = Path(out), progress or Progress()
     spec, calibration = model.quantization, calibration or CalibrationSpec()
-    arch, stored = resolve_model(model)
-    planned = plan_half(model.model, arch, spec, stored, stored)
+    header = read_header(model)
+    planned = plan_half(model.model, header.arch, spec, header.width(), header.width())
     validate_plan(planned.plan, planned.arch)
     if spec.engine == "qspec" and spec.method == "gptq":
         require_judge(range(calibration.samples))
@@ -254,6 +253,7 @@ def results_of(
         accuracy=accuracy or Accuracy(),
         speed=speed,
         notes={name: half.notes for name, half in halves.items() if half.notes},
+        limits=tuple(f"Warned of: {warning}" for warning in manifest.warnings),
     )
 
 

@@ -209,7 +209,7 @@ def add_version(parent: Path, source: Path) -> Path:
     version = parent / digest[:16]
     if not (version.is_dir() and sha256_folder(version) == digest):
         with staged_dir(version) as part:
-            shutil.copytree(source, part, dirs_exist_ok=True)
+            shutil.copytree(source, part, copy_function=shutil.copyfile, dirs_exist_ok=True)
     return version
 
 

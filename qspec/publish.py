@@ -54,6 +54,8 @@ def card(
     blocks: list[Block] = [Details("Use", tuple(_use(manifest, address)), code=True), _halves(manifest)]
     if results is not None and (glance := tiles(results)).tiles:
         blocks.append(glance)
+    if manifest.warnings:
+        blocks.append(Details("Its plan warned of", manifest.warnings))
     answer = "Nothing was measured." if results is None else lead(results)
     page = Document(manifest.name, _introduction(manifest), (*blocks, Paragraph(_served(manifest))), answer)
     return f"{header}\n{warning}{report_markdown.render(page)}\n{_links(manifest)}\n"

@@ -13,13 +13,14 @@ import qspec
 from qspec import cli, pipeline, provenance
 from qspec.bridges import compressed
 from qspec.cli import main
-from qspec.errors import OutputError, PairError, QspecError, RecipeError, SourceError
+from qspec.errors import OutputError, QspecError, RecipeError, SourceError
 from qspec.measure import arms
 from qspec.nn.eager.decoder import Decoder
 from qspec.pair import open as open_pair
 from qspec.pair.check import read_manifest
 from qspec.progress import Progress
 from qspec.provenance import sole_writer
+from qspec.publish import prepare
 from qspec.records import QuantizedModel
 from qspec.schema.quantization import ModelSpec
 from qspec.schema.recipe import EvaluationSpec, Recipe, TaskSpec
@@ -66,6 +67,9 @@ def test_run_makes_a_pair_whose_drafts_change_nothing(kind: str, model: Path, ot
         told = "KV formats fp8_e4m3 (target) and auto (draft)"
         assert f"warning: {told}" in (out / "run.log").read_text(encoding="utf-8")
         assert told in (out / "report/report.md").read_text(encoding="utf-8").replace("\\", "")
+        (warning,) = read_manifest(folder).warnings
+        assert warning.startswith(told)
+        assert told in prepare(folder, str(tmp_path / "there")).card.replace("\\", "")
     assert {p.name for p in (out / "report").iterdir()} == {*(f"report.{end}" for end in ENDS), "results.json"}
     assert not (out / "work").exists()
     results = Results.read(out / "report" / "results.json")
@@ -381,7 +385,7 @@ def test_draft_with_another_tokenizer_is_refused_before_compute(model: Path, tmp
     path.write_text(json.dumps(content), encoding="utf-8")
     out = tmp_path / "out"
     draft = {"kind": "model", "model": str(foreign), "quantization": INT4}
-    with pytest.raises(PairError, match="2 tokens"):
+    with pytest.raises(RecipeError, match="2 tokens"):
         pipeline.run(job(tmp_path, model, draft), out, progress=QUIET)
     assert not out.exists()
 

@@ -68,9 +68,9 @@ def fetch_config(model: str, revision: str | None) -> tuple[Path, str]:
     return _fetch(model, revision, SMALL_FILES)
 
 
-def fetch_tokenizer(model: str, revision: str | None) -> Path:
-    """Folder with the model's tokenizer, without its weights."""
-    return _fetch(model, revision, TOKENIZER_FILES)[0]
+def fetch_tokenizer(model: str, revision: str | None, cached: bool = False) -> Path:
+    """Folder with the model's tokenizer, without its weights. cached: of the local cache alone."""
+    return _fetch(model, revision, TOKENIZER_FILES, cached)[0]
 
 
 def fetch_model(model: str, revision: str | None) -> tuple[Path, str]:
@@ -106,12 +106,14 @@ def _sizes(model: str, revision: str | None) -> dict[str, int]:
         return {}
 
 
-def _fetch(model: str, revision: str | None, patterns: tuple[str, ...]) -> tuple[Path, str]:
+def _fetch(model: str, revision: str | None, patterns: tuple[str, ...], cached: bool = False) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
 
-    folder = _explained(
-        model, revision, lambda: Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
-    )
+    def fetch() -> Path:
+        wanted = list(patterns)
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, local_files_only=cached))
+
+    folder = _explained(model, revision, fetch)
     if not (folder / "config.json").is_file():
         fix = "give a model in transformers format, or go online so that it can be downloaded"
         raise SourceError(model, "has no config.json in this revision or in the local cache", fix)

@@ -10,7 +10,7 @@ from typing import Any
 from qspec.bridges.text import calibration_rows
 from qspec.errors import RecipeError
 from qspec.inspection.model import fitting_group
-from qspec.models.load import load, resolve_arch, resolve_model, stored_width
+from qspec.models.load import load, read_header, resolve_arch, stored_width
 from qspec.progress import Progress
 from qspec.provenance import atomic_write
 from qspec.quantization.allocate import Solution, assumed_plan, best_uniform, solve
@@ -59,8 +59,8 @@ def look(
     progress, recipe = progress or Progress(), _recipe(reference, bits, overrides)
     spec = recipe.target.quantization
     budgets = _budgets(spec, bits)
-    arch, width = resolve_model(recipe.target, recipe.dtype)
-    planned = prepared_arch(arch, spec)
+    header = read_header(recipe.target)
+    planned, width = prepared_arch(header.arch, spec), header.width(recipe.dtype)
     for budget in budgets:
         assumed_plan(_with(spec, budget), build_plan(spec), planned, width)
     model = load(recipe.target)

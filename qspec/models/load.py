@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 import importlib.metadata
 import importlib.util
 import json
@@ -78,32 +79,48 @@ def locate(spec: ModelSpec) -> Location:
     return where
 
 
-def resolve_arch(spec: ModelSpec) -> ArchMap:
-    """Shape of the model without its weights; see `resolve_config`."""
-    return arch_from_config(resolve_config(spec))
+@dataclass(frozen=True)
+class Header:
+    """What is read of a model before its weights, once: its `config.json`, or the header of its GGUF file."""
+
+    spec: ModelSpec
+    config: Mapping[str, Any]
+    path: Path | None
+    gguf: GGUFFile | None = None
+
+    @cached_property
+    def arch(self) -> ArchMap:
+        return arch_from_config(self.config)
+
+    def width(self, dtype: Dtype = "auto") -> int:
+        """Bytes of a float that is not quantized, as `run` would store it."""
+        return stored_width(dtype, self.config)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, of a Hub model from the local cache. Raises `SourceError`."""
+        if self.gguf is not None:
+            return tokenizer_from_gguf(self.gguf)
+        return load_tokenizer(self.path or fetch_tokenizer(self.spec.model, self.spec.revision, cached=True))
 
 
-def resolve_config(spec: ModelSpec) -> dict[str, Any]:
-    """The model's `config.json` without its weights.
-
-    From its folder, or a GGUF header; for a Hub id from `eval/shapes/` (which knows no dtype), else from the Hub.
-    """
+def read_header(spec: ModelSpec) -> Header:
+    """The header of a model: for a Hub id from `eval/shapes/` (which knows no dtype), else from the Hub."""
     where = locate(spec)
     if where.path is None:
         known = shape_file(spec.model)
         if known.is_file():
-            shape: dict[str, Any] = json.loads(known.read_text(encoding="utf-8"))
-            return shape
-        return read_config(fetch_config(spec.model, spec.revision)[0])
+            return Header(spec, json.loads(known.read_text(encoding="utf-8")), None)
+        return Header(spec, read_config(fetch_config(spec.model, spec.revision)[0]), None)
     if where.kind == "gguf":
-        return config_from_gguf(GGUFFile(where.path))
-    return read_config(where.path)
+        file = GGUFFile(where.path)
+        return Header(spec, config_from_gguf(file), where.path, file)
+    return Header(spec, read_config(where.path), where.path)
 
 
-def resolve_model(spec: ModelSpec, dtype: Dtype = "auto") -> tuple[ArchMap, int]:
-    """Shape of a model, and bytes of a float of it that is not quantized as `run` would store it; no weights."""
-    config = resolve_config(spec)
-    return arch_from_config(config), stored_width(dtype, config)
+def resolve_arch(spec: ModelSpec) -> ArchMap:
+    """Shape of the model without its weights."""
+    return read_header(spec).arch
 
 
 def stored_width(dtype: Dtype, config: Mapping[str, Any]) -> int:
@@ -112,14 +129,6 @@ def stored_width(dtype: Dtype, config: Mapping[str, Any]) -> int:
         return int(getattr(torch, dtype).itemsize)
     only_shape = "_source" in config and not (config.get("dtype") or config.get("torch_dtype"))
     return STORED if only_shape else source_dtype(config).itemsize
-
-
-def resolve_tokenizer(spec: ModelSpec) -> Tokenizer:
-    """The model's tokenizer without its weights."""
-    where = locate(spec)
-    if where.path is None:
-        return load_tokenizer(fetch_tokenizer(spec.model, spec.revision))
-    return tokenizer_from_gguf(GGUFFile(where.path)) if where.kind == "gguf" else load_tokenizer(where.path)
 
 
 def shape_file(model: str) -> Path:

@@ -44,10 +44,12 @@ def package(
     recipe: Recipe,
     out: Path,
     head: Path | None = None,
+    warnings: Sequence[str] = (),
 ) -> Path:
     """Write `out/pair` and return it; it appears whole and verified, or not at all.
 
-    `draft` None is a draft without weights (n-gram), or a speculator's: `head`, which is stored in INT8. Raises
+    `draft` None is a draft without weights (n-gram), or a speculator's: `head`, which is stored in INT8. warnings: of
+    the plan, for whoever gets the pair. Raises
     `PairError` for halves that do not fit together, before anything is written, and `OutputError` for a folder that
     cannot take them.
     """
@@ -64,7 +66,8 @@ def package(
         kind_of(recipe.draft).write(part / DRAFT, target, head)
         beside = Companions() if head is None else companions(head)
         copy(beside.files, part / DRAFT)
-        (part / NAME).write_bytes(_manifest(target, draft, recipe, part, left_out_notes(beside.left_out)).dump())
+        manifest = _manifest(target, draft, recipe, part, left_out_notes(beside.left_out))
+        (part / NAME).write_bytes(manifest.model_copy(update={"warnings": tuple(warnings)}).dump())
         _, read = examine(part)
         for name, model in halves.items():
             _verify(model, read[name], name)

@@ -1,18 +1,13 @@
 """Do a target and a draft belong together? From configurations and tokenizers alone, before anything is quantized."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from qspec.errors import PairError
-from qspec.models.load import resolve_config, resolve_tokenizer
-from qspec.models.vocab import check_tokenizers, differing_parts
+from qspec.bridges.hub import fetch_tokenizer
 from qspec.pair.check import read_manifest
 from qspec.planning.forecast import gain
 from qspec.planning.planned import PlannedPair, resolve
-from qspec.planning.remarks import draft_findings, remarks, speed_findings
-from qspec.records import Tokenizer
+from qspec.planning.remarks import draft_findings, remarks, speed_findings, tokenizer_findings
 from qspec.schema.problems import validate
-from qspec.schema.quantization import ModelSpec
 from qspec.schema.recipe import Recipe
 from qspec.schemes.device_rules import Finding
 
@@ -28,13 +23,10 @@ def compatibility(target: str, draft: str, device: str = "cpu") -> list[Finding]
     recipe = validate(Recipe, fields, "check")
     pair = resolve(recipe)
     assert pair.draft is not None
-    specs = [ModelSpec(model=name) for name in (target, draft)]
-    ours, theirs = (resolve_tokenizer(spec) for spec in specs)
-    found = [*_tokenizer_findings(ours, theirs), *draft_findings(pair, pair.draft)]
-    types = [str(resolve_config(spec).get("dtype") or "") for spec in specs]
-    if types[0] != types[1] and all(types):
-        rule = "are stored in different types; each half keeps its own where it is not quantized"
-        found.append(Finding("note", f"{types[0]} and {types[1]}", rule, "set dtype in the recipe for one of both"))
+    for header in pair.headers.values():
+        if header.path is None:
+            fetch_tokenizer(header.spec.model, header.spec.revision)
+    found = [*tokenizer_findings(pair), *draft_findings(pair, pair.draft)]
     return [*found, *speed_findings(pair), _prediction(pair)]
 
 
@@ -56,26 +48,6 @@ def _room(planned: PlannedPair, sequences: int, length: int) -> Finding:
     value = f"{weights / 1e9:.2f} GB of weights, both halves, and {kv / 1e6:.3f} MB of KV per token"
     rule = f"leave room for {sequences:,} sequences of {length:,} tokens on {planned.sheet.name}"
     return Finding("note", value, rule, "the server's own buffers and graphs come on top")
-
-
-def _tokenizer_findings(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Finding]:
-    """Ids decide whether they are a pair; whatever else differs costs acceptance, since the target's is used."""
-    try:
-        check_tokenizers(ours, theirs)
-    except PairError as error:
-        yield Finding("refused", error.value, error.rule, error.fix)
-    for name in differing_parts(ours, theirs):
-        if name != "chat template":
-            rule = "differ: the draft reads text that is split in other ways than what it has learned from"
-            yield Finding("warning", f"{name} of the tokenizers", rule, "expect fewer accepted tokens; measure them")
-    templates = ours.parts()["chat template"], theirs.parts()["chat template"]
-    if bool(templates[0]) != bool(templates[1]):
-        which = "target" if templates[0] else "draft"
-        rule = f"only the {which} has one: a base and an instruct model agree on fewer tokens"
-        yield Finding("warning", "chat template", rule, "use two base or two instruct models")
-    elif templates[0] != templates[1]:
-        rule = "differs; requests are written by the target's"
-        yield Finding("warning", "chat template", rule, "use a draft that was tuned on the same one")
 
 
 def _prediction(pair: PlannedPair) -> Finding:

@@ -1,6 +1,6 @@
 """A recipe resolved against the shapes of its models: plans, bytes, rates. No weights, no compute."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,9 +8,9 @@ import torch
 from qspec.bridges import oneshot
 from qspec.bridges.architectures import require_float
 from qspec.bridges.text import SUFFIXES, data_names, where_from
-from qspec.errors import SourceError
+from qspec.errors import Problems, SourceError
 from qspec.memory import Need
-from qspec.models.load import STORED, resolve_config, resolve_model
+from qspec.models.load import STORED, Header, read_header
 from qspec.models.vocab import require_limit
 from qspec.numerics.roofline import PassCost, prefill_seconds
 from qspec.pair.drafters.registry import kind_of
@@ -26,6 +26,7 @@ from qspec.schema.devices import DeviceSheet, read_device
 from qspec.schema.quantization import ModelSpec, QuantSpec
 from qspec.schema.recipe import Recipe, TaskSpec
 from qspec.schemes.build import build_plan, needs_statistics, resolve_plan
+from qspec.schemes.device_rules import Finding, device_findings, modifier_findings, raise_refused
 from qspec.schemes.footprint import Footprint, footprint, kv_window_bytes
 
 USABLE = 0.9
@@ -84,12 +85,13 @@ class PlannedHalf:
 class PlannedPair:
     """A recipe resolved against shapes. `draft` None: n-gram or MLP speculator (then `head` has its bytes).
 
-    recipe: with a limit for every task that has to have one; given: as it was written. own_rows: rows of the draft's
-    head before it gets the target's.
+    recipe: with a limit for every task that has to have one; given: as it was written. headers: of `sources`. own_rows:
+    rows of the draft's head before it gets the target's.
     """
 
     recipe: Recipe
     given: Recipe
+    headers: Mapping[str, Header]
     sheet: DeviceSheet
     dtype: str
     target: PlannedHalf
@@ -105,7 +107,7 @@ class PlannedPair:
     @property
     def calibrates(self) -> bool:
         """Whether any half must see calibration text, or a draft's ids are chosen by it."""
-        return bool(self.recipe.draft.head_rows) or any(half.reasons for half in self.halves)
+        return _calibrates(self.recipe, self.halves)
 
     @property
     def drafting(self) -> Footprint | None:
@@ -200,36 +202,57 @@ class PlannedPair:
 
 
 def resolve(recipe: Recipe, made: bool = False) -> PlannedPair:
-    """Shapes, plans and bytes of both halves. Raises `RecipeError` or `SourceError` for what has no plan at all.
+    """Shapes, plans and bytes of both halves. Raises `RecipeError` or `SourceError` for all that has no plan at all.
 
     made: whether the recipe's models are halves of a finished pair, which are quantized.
     """
-    _known_data(recipe)
-    for source in () if made else sources(recipe):
-        require_float(source.model, resolve_config(source))
-    sheet = read_device(recipe.device)
+    problems, kind, sheet = Problems(), kind_of(recipe.draft), read_device(recipe.device)
     dtype = computed_with(recipe, sheet)
     width: int = getattr(torch, dtype).itemsize
-    arch, stored = resolve_model(recipe.target, recipe.dtype)
-    target = plan_half(recipe.target.model, arch, recipe.target.quantization, width, stored)
-    kind = kind_of(recipe.draft)
-    shape, draft = kind.shape(recipe, arch), None
-    if shape is not None:
-        own = stored if shape.width is None else shape.width
-        draft = plan_half(shape.model, shape.arch, shape.quantization, width, own, recipe.draft.head_rows)
-    own_rows = arch.vocab_size if shape is None else shape.own_rows
-    head = kind.footprint(arch, width)
-    pair = PlannedPair(settled(recipe, target.plain.cost), recipe, sheet, dtype, target, draft, head, own_rows)
-    _own_files(pair)
-    return pair
+    headers: dict[str, Header] = {}
+    for half, source in sources(recipe).items():
+        with problems.kept():
+            headers[half] = read_header(source)
+            if not made:
+                require_float(source.model, headers[half].config)
+    target = draft = shape = head = None
+    if (ours := headers.get("target")) is not None:
+        with problems.kept():
+            stored = ours.width(recipe.dtype)
+            target = plan_half(recipe.target.model, ours.arch, recipe.target.quantization, width, stored)
+        with problems.kept():
+            head = kind.footprint(ours.arch, width)
+        with problems.kept():
+            if headers.keys() >= sources(recipe).keys():
+                shape = kind.shape(recipe, ours.arch, headers.get("draft"))
+            if shape is not None:
+                own = ours.width(recipe.dtype) if shape.width is None else shape.width
+                draft = plan_half(shape.model, shape.arch, shape.quantization, width, own, recipe.draft.head_rows)
+    halves = [half for half in (target, draft) if half is not None]
+    _data(recipe, _calibrates(recipe, halves), problems)
+    if problems.found:
+        with problems.kept():
+            raise_refused(device_remarks(recipe, sheet, dtype, halves))
+    problems.tell()
+    assert target is not None, "a target without a plan is a problem"
+    own_rows = target.original.vocab_size if shape is None else shape.own_rows
+    planned = settled(recipe, target.plain.cost)
+    return PlannedPair(planned, recipe, headers, sheet, dtype, target, draft, head, own_rows)
 
 
-def sources(recipe: Recipe) -> Iterator[ModelSpec]:
+def device_remarks(recipe: Recipe, sheet: DeviceSheet, dtype: str, halves: Sequence[PlannedHalf]) -> Iterator[Finding]:
+    """Remarks on what a device, and those who serve there, make of halves and of a recipe."""
+    for half in halves:
+        yield from device_findings(sheet, half.possible, half.plan.kv, dtype, half.arch)
+    for judge in (modifier_findings, kind_of(recipe.draft).findings):
+        yield from judge(sheet, recipe)
+
+
+def sources(recipe: Recipe) -> dict[str, ModelSpec]:
     """The models that are read to be quantized: the target and, if it is a model that exists, the draft."""
-    yield recipe.target
     kind, source = kind_of(recipe.draft), recipe.draft.source
-    if kind.separate and source is not None and not kind.untrained:
-        yield source
+    own = {"draft": source} if kind.separate and source is not None and not kind.untrained else {}
+    return {"target": recipe.target, **own}
 
 
 def computed_with(recipe: Recipe, sheet: DeviceSheet) -> str:
@@ -264,17 +287,18 @@ def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: in
     return PlannedHalf(model, arch, spec, plan, schemes, found, plain, original, stored)
 
 
-def _known_data(recipe: Recipe) -> None:
-    """Named data sets have an entry."""
+def _calibrates(recipe: Recipe, halves: Sequence[PlannedHalf]) -> bool:
+    """Whether any half must see calibration text, or a draft's ids are chosen by it."""
+    return bool(recipe.draft.head_rows) or any(half.reasons for half in halves)
+
+
+def _data(recipe: Recipe, calibrates: bool, problems: Problems) -> None:
+    """Named data sets have an entry, and files that the job reads are there."""
+    used = data_names(recipe, calibrates)
     for name in data_names(recipe):
-        if not name.endswith(SUFFIXES):
-            dataset(name)
-
-
-def _own_files(pair: PlannedPair) -> None:
-    """Files that the job reads are there; raises `SourceError`."""
-    for name in data_names(pair.recipe, pair.calibrates):
-        source = where_from(name)
-        if source.remote is None and not source.present:
-            rule = f"does not exist (looked at {source.path})"
-            raise SourceError(name, rule, "give the path of a .jsonl, .parquet or .txt file")
+        with problems.kept():
+            if not name.endswith(SUFFIXES):
+                dataset(name)
+            elif name in used and not (source := where_from(name)).present:
+                rule = f"does not exist (looked at {source.path})"
+                raise SourceError(name, rule, "give the path of a .jsonl, .parquet or .txt file")

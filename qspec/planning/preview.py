@@ -14,7 +14,7 @@ from qspec.planning import tune_space
 from qspec.planning.duration import basis
 from qspec.planning.forecast import BASELINE, CONTEXT, gain
 from qspec.planning.planned import PlannedHalf, PlannedPair, resolve
-from qspec.planning.remarks import remarks, time_findings
+from qspec.planning.remarks import findings, time_findings
 from qspec.quantization.units import candidate_schemes
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe
@@ -26,7 +26,7 @@ from qspec.schemes.footprint import Footprint
 def admit(recipe: Recipe) -> PlannedPair:
     """The resolved pair, if it can be made; raises all refusals as one error otherwise. Called before any compute."""
     pair = resolve(recipe)
-    raise_refused(remarks(pair))
+    raise_refused(findings(pair))
     return pair
 
 
@@ -47,7 +47,7 @@ def preview(recipe: Recipe) -> dict[str, Any]:
             "vllm": vllm_command(recipe, float32=pair.target.stored == torch.float32.itemsize),
             "transformers": transformers_snippet(recipe, pair.sheet.capability),
         },
-        "findings": [asdict(finding) for finding in (*remarks(pair), *time_findings(pair))],
+        "findings": [asdict(finding) for finding in (*findings(pair), *time_findings(pair))],
         "tune": None if recipe.tune is None else tune_space.as_data(tune_space.space_of(recipe)),
         "recipe": pair.recipe.as_dict(),
     }

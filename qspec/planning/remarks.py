@@ -5,34 +5,38 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from qspec.bridges.text import data_names, where_from
-from qspec.models.load import resolve_config, source_dtype
+from qspec.errors import PairError, SourceError
+from qspec.models.load import source_dtype
+from qspec.models.vocab import check_tokenizers, differing_parts
 from qspec.pair.drafters.registry import kind_of
 from qspec.planning.duration import questions
 from qspec.planning.forecast import gain
 from qspec.planning.idle import idle_findings
-from qspec.planning.planned import MOST_PADDING, PlannedHalf, PlannedPair, sources
+from qspec.planning.planned import MOST_PADDING, PlannedHalf, PlannedPair, device_remarks
 from qspec.planning.preview_text import duration
-from qspec.schema.recipe import Recipe, TaskSpec
+from qspec.schema.recipe import TaskSpec
 from qspec.scheme_table import SCHEMES
-from qspec.schemes.device_rules import Finding, device_findings, modifier_findings
+from qspec.schemes.device_rules import Finding
 
 KV_OVERHEAD = 0.022
 """Of a decode step: 6.44 to 6.58 ms at no context, FP8 KV on an H100 with an 8B model (vLLM, 2026-04-22)."""
 
 
+def findings(pair: PlannedPair) -> list[Finding]:
+    """Every remark that `plan` and `run` make: those of `remarks`, and on both tokenizers."""
+    return [*remarks(pair), *tokenizer_findings(pair)]
+
+
 def remarks(pair: PlannedPair) -> Iterator[Finding]:
-    """Every remark, once: device, pair, sizes, speed, budgets."""
+    """Remarks that follow from shapes and the recipe, once each: device, pair, sizes, speed, budgets."""
     yield from dict.fromkeys(_remarks(pair))
 
 
 def _remarks(pair: PlannedPair) -> Iterator[Finding]:
-    yield from device_findings(pair.sheet, pair.target.possible, pair.target.plan.kv, pair.dtype, pair.target.arch)
+    yield from device_remarks(pair.recipe, pair.sheet, pair.dtype, pair.halves)
     if pair.draft is not None:
-        yield from device_findings(pair.sheet, pair.draft.possible, pair.draft.plan.kv, pair.dtype, pair.draft.arch)
         yield from draft_findings(pair, pair.draft)
-    yield from _float16_findings(pair.recipe)
-    yield from modifier_findings(pair.sheet, pair.recipe)
-    yield from kind_of(pair.recipe.draft).findings(pair.sheet, pair.recipe)
+    yield from _float16_findings(pair)
     if pair.sheet.capability is not None:
         rule = "`run` makes the pair on the CPU, and runs and times it on a GPU only where this machine has one"
         yield Finding("note", f"device {pair.sheet.name}", rule, "run it there, or measure with the serving engine")
@@ -44,18 +48,56 @@ def _remarks(pair: PlannedPair) -> Iterator[Finding]:
     yield from speed_findings(pair)
 
 
-def _float16_findings(recipe: Recipe) -> Iterator[Finding]:
+def _float16_findings(pair: PlannedPair) -> Iterator[Finding]:
     """Sources in float16 that stay so beside FP8: `dtype: auto` keeps what a model came in."""
-    quantized = list(recipe.quantized.values()) if recipe.dtype == "auto" else []
-    for source, spec in zip(sources(recipe), quantized, strict=False):
-        if SCHEMES[spec.scheme].float8 and source_dtype(resolve_config(source)) == torch.float16:
+    for header in pair.headers.values() if pair.recipe.dtype == "auto" else ():
+        scheme = header.spec.quantization.scheme
+        if SCHEMES[scheme].float8 and source_dtype(header.config) == torch.float16:
             rule = "stays in float16 with dtype: auto, and FP8 scales below 6e-5 lose bits there"
-            yield Finding("warning", f"{source.model} for {spec.scheme}", rule, "set dtype: bfloat16")
+            yield Finding("warning", f"{header.spec.model} for {scheme}", rule, "set dtype: bfloat16")
+
+
+def tokenizer_findings(pair: PlannedPair) -> Iterator[Finding]:
+    """Tokenizers of a target and a draft model, where both are on this machine.
+
+    Ids decide whether they are a pair; whatever else differs costs acceptance, since the target's is used.
+    """
+    if "draft" not in pair.headers:
+        return
+    try:
+        ours, theirs = (header.tokenizer for header in pair.headers.values())
+    except SourceError as error:
+        if all(header.path is not None for header in pair.headers.values()):
+            raise
+        names = " ".join(header.spec.model for header in pair.headers.values())
+        rule = "are not all here, and `run` compares them once it has fetched them"
+        yield Finding("note", f"tokenizers ({error.value})", rule, f"compare them now: qspec check {names}")
+        return
+    try:
+        check_tokenizers(ours, theirs)
+    except PairError as error:
+        yield Finding("refused", error.value, error.rule, error.fix)
+    for name in differing_parts(ours, theirs):
+        if name != "chat template":
+            rule = "differ: the draft reads text that is split in other ways than what it has learned from"
+            yield Finding("warning", f"{name} of the tokenizers", rule, "expect fewer accepted tokens; measure them")
+    templates = ours.parts()["chat template"], theirs.parts()["chat template"]
+    if bool(templates[0]) != bool(templates[1]):
+        which = "target" if templates[0] else "draft"
+        rule = f"only the {which} has one: a base and an instruct model agree on fewer tokens"
+        yield Finding("warning", "chat template", rule, "use two base or two instruct models")
+    elif templates[0] != templates[1]:
+        rule = "differs; requests are written by the target's"
+        yield Finding("warning", "chat template", rule, "use a draft that was tuned on the same one")
 
 
 def draft_findings(pair: PlannedPair, draft: PlannedHalf) -> Iterator[Finding]:
     """The draft beside its target: size, padding, positions, head."""
     target = pair.target
+    types = [str(header.config.get("dtype") or "") for header in pair.headers.values()]
+    if len(set(types)) > 1 and all(types):
+        rule = "are stored in different types; each half keeps its own where it is not quantized"
+        yield Finding("note", " and ".join(types), rule, "set dtype in the recipe for one of both")
     if kind_of(pair.recipe.draft).separate:
         ratio = target.bytes.parameters / draft.bytes.parameters
         if ratio < 10:

@@ -4,11 +4,12 @@ What a kind does stands in `pair.drafters`.
 """
 
 import math
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, model_validator
+from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from qspec.schema.problems import rule
 from qspec.schema.quantization import MOST, ModelSpec, QuantSpec, Strict
 from qspec.schema.training import DistillSpec, HeadSpec, TrainingSpec
 
@@ -176,11 +177,10 @@ class NgramDraft(LookupDraft):
     min_ngram: int = Field(default=1, ge=1)
     max_ngram: int = Field(default=3, ge=1, le=64)
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    @rule
+    def _ordered(self) -> None:
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram {self.min_ngram} is above max_ngram {self.max_ngram}; swap them")
-        return self
 
 
 class SuffixDraft(LookupDraft):
@@ -192,11 +192,10 @@ class SuffixDraft(LookupDraft):
     across_requests: bool = True
     memory_mb: float = Field(default=64, ge=0.1, le=1e6, description="10^6 bytes, for earlier requests and this one")
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    @rule
+    def _ordered(self) -> None:
         if self.min_match > self.max_match:
             raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}; swap them")
-        return self
 
 
 class MlpDraft(DraftSpec):
@@ -243,19 +242,17 @@ class MlpDraft(DraftSpec):
     def branching(self) -> bool:
         return self.candidates > 1
 
-    @model_validator(mode="after")
-    def _top_k_of_every_head(self) -> Self:
+    @rule
+    def _top_k_of_every_head(self) -> None:
         if self.top_k and len(self.top_k) != self.n_predict:
             raise ValueError(f"top_k has {len(self.top_k)} entries for {self.n_predict} heads; give one for each")
         if self.candidates > 1 and (paths := math.prod(self.top_k)) > MOST_PATHS:
             raise ValueError(f"top_k {list(self.top_k)} looks at {paths} paths, {MOST_PATHS} at most; give less")
-        return self
 
-    @model_validator(mode="after")
-    def _own_rows_to_begin_with(self) -> Self:
+    @rule
+    def _own_rows_to_begin_with(self) -> None:
         if self.shared and self.training is not None and self.training.start == "target":
             raise ValueError("training.start: target is for rows of its own, shared ones are the target's; omit it")
-        return self
 
 
 DRAFTS: dict[str, type[DraftSpec]] = {

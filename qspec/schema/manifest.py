@@ -95,7 +95,7 @@ class Validity(Strict):
 class Manifest(Strict):
     """`pair.json`. `exportable` False comes with a `reason`.
 
-    despite: why the pair is to be used although it is not ready, by whoever made it.
+    despite: why the pair is to be used although it is not ready, by whoever made it. warnings: of its plan.
     """
 
     format_version: Literal[1] = FORMAT_VERSION
@@ -114,6 +114,7 @@ class Manifest(Strict):
     measurements: tuple[dict[str, Any], ...] = ()
     lossless: dict[str, Any] | None = None
     despite: str = ""
+    warnings: tuple[str, ...] = ()
     files: tuple[FileEntry, ...] = Field(max_length=MOST_FILES)
 
     @field_validator("files")

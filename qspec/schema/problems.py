@@ -1,13 +1,15 @@
-"""Validation errors in one line: where in the file, what was given, the rule, and the closest thing that is valid."""
+"""Validation errors, a line each: where in the file, what was given, the rule, and the closest thing that is valid."""
 
+from collections.abc import Callable
 import difflib
+from functools import cache
 import json
 import re
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from qspec.errors import QspecError, RecipeError
+from qspec.errors import Problems, QspecError, RecipeError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -29,32 +31,107 @@ _FIX = {
     "string_too_long": "shorten it",
     "string_pattern_mismatch": "use lower-case letters, digits and . _ -, starting with a letter or digit",
 }
-_READ, _SHOWN = 50, 5
-"""Failures that are looked at, and further wrong fields that a message names."""
+_READ = 20
+"""Failures that are looked at."""
+_MARK = "is_rule"
 _COUNT = {1: "one", 2: "two"}
 _HINT = {"fp8_e5m2": "vLLM refuses E5M2 KV beside FP8 weights, use 'fp8_e4m3'"}
 
 
 def validate(model: type[M], data: Any, where: str, error: type[QspecError] = RecipeError) -> M:
-    """`model` from plain data, with no silent conversion ("64" is no number); one line for whatever is wrong."""
+    """`model` from plain data, with no silent conversion ("64" is no number).
+
+    What people write is told all that is wrong with it, a line each; of other files the first problem is enough.
+    """
     try:
         return model.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as e:
-        raise explain(e, model, where, error) from None
+        problems = Problems(explain(e, model, where, error))
+        if error is not RecipeError:
+            raise problems.found[0] from None
+        problems.found += _beside(e, model, data, where, error)
+        problems.tell()
+        raise AssertionError("a failure has a reason") from e
     except (ValueError, TypeError, RecursionError) as e:
         raise error(where, f"is not plain data ({e})", "remove the self-referring alias") from None
 
 
-def explain(failure: ValidationError, root: type[BaseModel], where: str, error: type[QspecError]) -> QspecError:
-    """The first failure, in the file's own terms; the paths of the others are listed behind it."""
-    problems = [(*_locate(p["loc"], p["type"], root), p) for p in failure.errors(include_url=False)[:_READ]]
-    path, holder, first = problems[0]
-    rule, fix = _rule(first), _fix(first, holder)
-    for other in (p for at, _, p in problems[1:] if at == path):
-        rule += " or " + _rule(other).removeprefix("must be ")
-    others = list(dict.fromkeys(at for at, _, _ in problems if not path.startswith(at)))  # a parent repeats its item
-    more = f" (also wrong: {', '.join(others[:_SHOWN])}{', …' * (len(others) > _SHOWN)})" if others else ""
-    return error(f"{where}: {path or 'the whole file'}{_given(first)}", rule, fix + more)
+def explain(failure: ValidationError, root: type[BaseModel], where: str, error: type[QspecError]) -> list[QspecError]:
+    """The first failures in the file's own terms, one for each path and, of rules across fields, for each rule."""
+    by_path: dict[str, list[tuple[type[BaseModel], Any]]] = {}
+    for problem in failure.errors(include_url=False)[:_READ]:
+        path, holder = _locate(problem["loc"], problem["type"], root)
+        by_path.setdefault(path, []).append((holder, problem))
+    found, told = list[QspecError](), list[str]()
+    for path, failures in by_path.items():
+        if any(_within(path, at) or _within(at, path) for at in told):  # a list repeats its item, a choice its parts
+            continue
+        told += [path] if path else []
+        holder, first = failures[0]
+        name = f"{where}: {path or 'the whole file'}{_given(first)}"
+        if first["type"] == "value_error":
+            found += _broken(str(first["ctx"]["error"]), name, error)
+            continue
+        rule = " or ".join(dict.fromkeys(_rule(p).removeprefix("must be ") for _, p in failures[1:]))
+        found.append(error(name, _rule(first) + (f" or {rule}" if rule else ""), _fix(first, holder)))
+    return found
+
+
+def _within(path: str, other: str) -> bool:
+    return f"{path}.".startswith((f"{other}.", f"{other}["))
+
+
+def _broken(told: str, name: str, error: type[QspecError]) -> list[QspecError]:
+    """Rules that were broken, a line each, as `what breaks which rule; fix`."""
+    parts = (line.partition("; ") for line in told.splitlines())
+    return [error(name, rule, fix or "change one of them") for rule, _, fix in parts]
+
+
+def _beside(
+    failure: ValidationError, model: type[BaseModel], data: Any, where: str, error: type[QspecError]
+) -> list[QspecError]:
+    """Rules across those sections of a file that are sound, where others are not."""
+    broken = {problem["loc"][0] for problem in failure.errors(include_url=False) if problem["loc"]}
+    if not broken or not isinstance(data, dict):
+        return []
+    values: dict[str, Any] = {}
+    for name in (name for name in data if name in model.model_fields and name not in broken):
+        values[name] = _alone(model, name).validate_json(json.dumps(data[name], default=str))
+    sound = model.model_construct(**values)
+    for name in broken:
+        sound.__dict__.pop(str(name), None)
+    return [e for told in broken_rules(sound) for e in _broken(told, f"{where}: the whole file", error)]
+
+
+@cache
+def _alone(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
+    """Reads one field of a model by itself."""
+    field = model.model_fields[name]
+    return TypeAdapter(cast("Any", Annotated[field.annotation, field]))
+
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def rule(check: F) -> F:
+    """Mark a method as a rule across the fields of its model. It raises `ValueError`: `what breaks which rule; fix`."""
+    setattr(check, _MARK, True)
+    return check
+
+
+def broken_rules(model: BaseModel) -> list[str]:
+    """Rules that a model breaks; none of those for which it lacks a field."""
+    members = {name: member for kind in reversed(type(model).__mro__) for name, member in vars(kind).items()}
+    found = []
+    for check in (member for member in members.values() if getattr(member, _MARK, False)):
+        try:
+            check(model)
+        except ValueError as e:
+            found.append(str(e))
+        except AttributeError:
+            if model.__dict__.keys() >= type(model).model_fields.keys():
+                raise
+    return found
 
 
 def closest(name: str, valid: list[str]) -> str:
@@ -105,8 +182,6 @@ def _rule(problem: Any) -> str:
             return f"must be {problem['ctx']['expected']}"
         case "union_tag_invalid":
             return f"must be one of {problem['ctx']['expected_tags']}"
-        case "value_error":
-            return str(problem["ctx"]["error"]).partition("; ")[0]
     message = str(problem["msg"])
     message = re.sub(r"^(Input|String|Value|Tuple) should ", "must ", message).replace("valid ", "")
     message = re.sub(r" after validation, not \d+$", "", message)
@@ -131,8 +206,6 @@ def _fix(problem: Any, holder: type[BaseModel]) -> str:
             return "give an address, such as http://localhost:8000/v1"
         case "too_short":
             return f"give at least {_COUNT.get(problem['ctx']['min_length'], 'as many')}, or remove the field"
-        case "value_error":
-            return str(problem["ctx"]["error"]).partition("; ")[2] or "change one of them"
     return _FIX.get(problem["type"], "change the value")
 
 

@@ -1,11 +1,12 @@
 """How one model is quantized: the `quantization` part of a recipe."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
 
+from qspec.schema.problems import broken_rules, rule
 from qspec.scheme_table import (
     E5M2,
     GROUP,
@@ -42,6 +43,12 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="after")
+    def _by_its_rules(self) -> Self:
+        if broken := broken_rules(self):
+            raise ValueError("\n".join(broken))
+        return self
+
 
 class ClipSpec(Strict):
     """Range of a block: its maximum, a percentile of |x|, or the clip of least squared error or KL divergence."""
@@ -68,11 +75,10 @@ class RotationSpec(Strict):
     r2: bool = True
     r4: bool = False
 
-    @model_validator(mode="after")
-    def _rotates_something(self) -> "RotationSpec":
+    @rule
+    def _rotates_something(self) -> None:
         if not (self.r1 or self.r2 or self.r4):
             raise ValueError("rotation without r1, r2 and r4 does nothing; set one of them, or leave rotation out")
-        return self
 
 
 class OutlierSpec(Strict):
@@ -89,14 +95,13 @@ class MixedSpec(Strict):
     megabytes: float | None = Field(default=None, gt=0, description="of all linear layers that are not ignored")
     metric: Literal["output", "kl"] = "output"
 
-    @model_validator(mode="after")
-    def _one_budget(self) -> "MixedSpec":
+    @rule
+    def _one_budget(self) -> None:
         if (self.bits is None) == (self.megabytes is None):
             given = "neither bits nor megabytes" if self.bits is None else "both bits and megabytes"
             raise ValueError(f"mixed gives {given}; set one of them, for example bits: 6")
         if len(set(self.candidates)) < len(self.candidates):
             raise ValueError(f"mixed.candidates {', '.join(self.candidates)} repeat a scheme; name each once")
-        return self
 
 
 _AT_RUN_TIME = "set granularity: token_head or channel"
@@ -110,14 +115,13 @@ class KVPartSpec(Strict):
     group: int = Field(default=32, ge=8, le=1024, description="tokens that share the scales of `channel`")
     outliers: float = Field(default=0.0, ge=0, le=5, description="percent kept in float")
 
-    @model_validator(mode="after")
-    def _stored_scales_are_plain_fp8(self) -> "KVPartSpec":
+    @rule
+    def _stored_scales_are_plain_fp8(self) -> None:
         stored = self.granularity in ("tensor", "head")
         if stored and self.format in ("int8", "int4"):
             raise ValueError(f"{self.format} KV has no static scales in any runtime; {_AT_RUN_TIME}")
         if stored and self.outliers:
             raise ValueError(f"outliers are chosen at run time, not stored; {_AT_RUN_TIME}")
-        return self
 
 
 class KVSpec(Strict):
@@ -138,24 +142,22 @@ class KVSpec(Strict):
     residual: int = Field(default=0, ge=0, le=MOST)
     skip_layers: tuple[Annotated[int, Field(ge=0)], ...] | Literal["auto"] = ()
 
-    @model_validator(mode="after")
-    def _int8_is_dynamic(self) -> "KVSpec":
+    @rule
+    def _int8_is_dynamic(self) -> None:
         if self.format in ("int8", "int4") and self.granularity != "token_head":
             rule = f"{self.format} KV has no static scales in any runtime"
             raise ValueError(f"{rule}; set granularity: token_head, or fp8_e4m3")
-        return self
 
-    @model_validator(mode="after")
-    def _auto_has_a_choice(self) -> "KVSpec":
+    @rule
+    def _auto_has_a_choice(self) -> None:
         for name in ("key", "value", "query") if self.granularity == "auto" else ():
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"granularity: auto chooses for keys and values alike; leave {name} out, or name a granularity"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _parts_agree(self) -> "KVSpec":
+    @rule
+    def _parts_agree(self) -> None:
         parts = [part or self for part in (self.key, self.value)]
         groups = {p.group for p in parts if isinstance(p, KVPartSpec) and p.granularity == "channel"}
         if len(groups) > 1:
@@ -164,7 +166,6 @@ class KVSpec(Strict):
             raise ValueError("scales: auto chooses among stored scales; set granularity: tensor or head, or no scales")
         if self.query and (parts[0].format != "fp8_e4m3" or parts[0].granularity not in ("tensor", "head")):
             raise ValueError("query is for kernels that read fp8_e4m3 keys; give keys tensor or head scales")
-        return self
 
     @property
     def by_channel(self) -> bool:
@@ -248,8 +249,8 @@ class QuantSpec(Strict):
         }
         return tuple(modifier for modifier, given in asked.items() if given)
 
-    @model_validator(mode="after")
-    def _engine_has_method(self) -> "QuantSpec":
+    @rule
+    def _engine_has_method(self) -> None:
         if self.engine == "qspec" and self.method not in ("rtn", "gptq"):
             fix = "smoothing and method: gptq" if self.method == "smoothquant+gptq" else "engine: llmcompressor"
             raise ValueError(f"engine qspec has the methods rtn and gptq; for {self.method} set {fix}")
@@ -271,7 +272,6 @@ class QuantSpec(Strict):
             raise ValueError(f"method awq is for 4-bit weights; set scheme: {fits}")
         if self.method == "smoothquant+gptq" and row.weights_only:
             raise ValueError(f"smoothquant helps quantized activations, {row.name} keeps them; set method: gptq")
-        return self
 
     @property
     def schemes(self) -> frozenset[str]:
@@ -284,25 +284,23 @@ class QuantSpec(Strict):
         """Rows of `schemes`, in the table's order."""
         return [row for row in SCHEMES.values() if row.name in self.schemes]
 
-    @model_validator(mode="after")
-    def _outliers_have_a_dense_part(self) -> "QuantSpec":
+    @rule
+    def _outliers_have_a_dense_part(self) -> None:
         if self.outliers is not None and self.engine == "llmcompressor":
             raise ValueError("outliers belong to engine qspec; set engine: qspec, or leave outliers out")
         if self.outliers is not None and all(row.weight is None for row in self.rows):
             raise ValueError("outliers are kept beside rounded weights, scheme none rounds nothing; set another scheme")
-        return self
 
-    @model_validator(mode="after")
-    def _zero_points_have_a_subject(self) -> "QuantSpec":
+    @rule
+    def _zero_points_have_a_subject(self) -> None:
         if not self.symmetric and not any(row.zero_points for row in self.rows):
             fits = named(rows_that(lambda row: row.zero_points))
             raise ValueError(f"symmetric: false is for 4-bit weights; set scheme: {fits}, or leave it out")
         if not self.symmetric and self.mixed is not None:
             raise ValueError("mixed weighs symmetric schemes; leave symmetric: false out, or name schemes by rules")
-        return self
 
-    @model_validator(mode="after")
-    def _choices_have_a_subject(self) -> "QuantSpec":
+    @rule
+    def _choices_have_a_subject(self) -> None:
         asked = {"clip.method kl": self.clip.method == "kl", "activation_scales auto": self.activation_scales == "auto"}
         asked["fp8_format adaptive"] = self.fp8_format == "adaptive"
         for name in (name for name, set_ in asked.items() if set_ and self.engine != "qspec"):
@@ -319,7 +317,6 @@ class QuantSpec(Strict):
             fits = named(rows_that(lambda row: row.whole))
             rule = f"clip.method kl compares histograms of whole tensors: weights of {fits}, and static inputs"
             raise ValueError(f"{rule}; set scheme: {fits}, activation_scales: auto, or clip.method: mse")
-        return self
 
 
 class ModelSpec(Strict):

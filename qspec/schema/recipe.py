@@ -7,13 +7,13 @@ compressed-tensors and vLLM use.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from qspec.errors import RecipeError
 from qspec.numerics.speculation.probs import fits_float32
 from qspec.schema.drafts import Draft
 from qspec.schema.overrides import set_value
-from qspec.schema.problems import closest, short, validate
+from qspec.schema.problems import closest, rule, short, validate
 from qspec.schema.quantization import MOST, ModelSpec, QuantSpec, Strict
 from qspec.schema.text import dump_yaml, parse_yaml, read_text
 from qspec.schema.tuning import TuneSpec
@@ -83,27 +83,24 @@ class DraftLengthSpec(Strict):
         """The most that may be drafted at once."""
         return self.k if self.policy == "fixed" else self.max_k
 
-    @model_validator(mode="after")
-    def _ordered(self) -> "DraftLengthSpec":
+    @rule
+    def _ordered(self) -> None:
         if self.policy != "fixed" and self.k > self.max_k:
             raise ValueError(f"k {self.k} is above max_k {self.max_k}; raise max_k")
-        return self
 
-    @model_validator(mode="after")
-    def _has_a_use(self) -> "DraftLengthSpec":
+    @rule
+    def _has_a_use(self) -> None:
         if self.threshold != 0.4 and self.policy != "confidence":
             raise ValueError(f"threshold {self.threshold} is for policy: confidence; omit it, or change the policy")
-        return self
 
-    @model_validator(mode="after")
-    def _covers_batches(self) -> "DraftLengthSpec":
+    @rule
+    def _covers_batches(self) -> None:
         last = 0
         for lo, hi, _ in self.by_batch:
             if not last < lo <= hi or (last == 0 and lo != 1):
                 fix = "give [lo, hi, K] in order, from batch size 1, that do not overlap"
                 raise ValueError(f"by_batch [{lo}, {hi}] does not continue what ends at {last}; {fix}")
             last = hi
-        return self
 
 
 class SpeculationSpec(Strict):
@@ -167,15 +164,14 @@ class TaskSpec(Strict):
     run_code: bool = False
     backends: tuple[Backend, ...] = Field(default=("qspec",), min_length=1)
 
-    @model_validator(mode="after")
-    def _known_subjects(self) -> "TaskSpec":
+    @rule
+    def _known_subjects(self) -> None:
         for subject in self.subjects or () if self.name == "mmlu_pro" else ():
             if subject.replace(" ", "_") not in MMLU_PRO_SUBJECTS:
                 near = closest(subject, list(MMLU_PRO_SUBJECTS))
                 raise ValueError(
                     f"subject {short(subject)} is none of MMLU-Pro; {near}valid: {', '.join(MMLU_PRO_SUBJECTS)}"
                 )
-        return self
 
 
 class NeedleSpec(Strict):
@@ -308,39 +304,35 @@ class Recipe(Strict):
         spec = self.evaluation.model_copy(update={"tasks": tasks, "task_minutes": None})
         return self.model_copy(update={"evaluation": spec})
 
-    @model_validator(mode="after")
-    def _held_out(self) -> "Recipe":
+    @rule
+    def _held_out(self) -> None:
         fidelity = self.evaluation.fidelity
         used = {source.name for source in self.calibration.data}
         for text in (fidelity.data, *fidelity.domains) if fidelity is not None else ():
             if text in used:
                 raise ValueError(f"evaluation.fidelity: {text!r} is calibration text too; compare on other text")
-        return self
 
-    @model_validator(mode="after")
-    def _text_to_judge_by(self) -> "Recipe":
+    @rule
+    def _text_to_judge_by(self) -> None:
         fed_back = any(spec.engine == "qspec" and spec.method == "gptq" for spec in self.quantized.values())
         if fed_back and self.calibration.samples < 2:
             raise ValueError("method gptq judges by a text that it is not fitted to; raise calibration.samples to 2")
-        return self
 
-    @model_validator(mode="after")
-    def _groups_are_committed(self) -> "Recipe":
+    @rule
+    def _groups_are_committed(self) -> None:
         longest = self.speculation.draft_length.longest
         for kv in (spec.kv for spec in self.quantized.values()):
             if kv is not None and kv.by_channel and kv.residual < longest:
                 rule = f"residual {kv.residual} is below the longest draft ({longest}), which may be rolled back"
                 raise ValueError(f"kv: {rule}; channel scales need residual: {longest} or more (64 is always enough)")
-        return self
 
-    @model_validator(mode="after")
-    def _caches_take_trees(self) -> "Recipe":
+    @rule
+    def _caches_take_trees(self) -> None:
         for name, spec in self.quantized.items() if self.draft.branching else ():
             kv = spec.kv
             if kv is not None and (kv.by_channel or kv.residual):
                 rule = "channel scales and residual round tokens by positions, which the nodes of a tree share"
                 raise ValueError(f"{name} kv: {rule}; draft chains, or omit them")
-        return self
 
     @classmethod
     def read(cls, path: str | Path, overrides: tuple[str, ...] = ()) -> "Recipe":

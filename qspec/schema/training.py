@@ -3,8 +3,9 @@
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from qspec.schema.problems import rule
 from qspec.schema.quantization import MOST, Strict
 
 Loss = Literal["cross_entropy", "kl", "overlap"]
@@ -29,13 +30,12 @@ class PromptSource(Strict):
     words: int = Field(default=60, ge=1, le=1000)
     weight: float = Field(default=1.0, gt=0, le=1e30)
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> "PromptSource":
+    @rule
+    def _one_origin(self) -> None:
         if (self.name is None) == (not self.texts):
             raise ValueError("a source of prompts needs either `name` or `texts`; give one of them")
         if any("{text}" not in ask for ask in self.ask):
             raise ValueError("ask needs {text}, the place of the row's own words; add it")
-        return self
 
 
 class TrainingData(Strict):
@@ -80,11 +80,10 @@ class TrainingSpec(Strict):
     clip: float = Field(default=1.0, gt=0, le=1e6, description="largest norm of a step's gradient")
     evaluate_every: int = Field(default=200, ge=1, le=MOST, description="steps; a checkpoint is written then")
 
-    @model_validator(mode="after")
-    def _one_budget(self) -> "TrainingSpec":
+    @rule
+    def _one_budget(self) -> None:
         if (self.positions is None) == (self.minutes is None):
             raise ValueError("training needs a budget: either `positions` or `minutes`; give one of them")
-        return self
 
 
 class HeadSpec(TrainingSpec):
@@ -119,10 +118,9 @@ class DistillSpec(TrainingSpec):
         """How many layers stay."""
         return self.layers if isinstance(self.layers, int) else len(self.layers)
 
-    @model_validator(mode="after")
-    def _rising(self) -> "DistillSpec":
+    @rule
+    def _rising(self) -> None:
         numbers = self.layers if isinstance(self.layers, tuple) else (0,)
         if not numbers or any(low >= high for low, high in pairwise(numbers)):
             rule = "must name different layers in rising order"
             raise ValueError(f"layers {list(numbers)} {rule}; give those that should stay, or how many")
-        return self

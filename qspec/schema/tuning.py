@@ -2,8 +2,9 @@
 
 from typing import Annotated, Generic, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from qspec.schema.problems import rule
 from qspec.schema.quantization import MOST, KVSpec, QuantSpec, RuleSpec, Strict
 from qspec.scheme_table import SCHEMES, WeightScheme, rows_that
 
@@ -52,14 +53,13 @@ class TuneSpec(Strict, Generic[D]):
     confirm: int = Field(default=8, ge=1, le=1000)
     evaluate: int = Field(default=0, ge=0, le=1000)
 
-    @model_validator(mode="after")
-    def _rising(self) -> "TuneSpec[D]":
+    @rule
+    def _rising(self) -> None:
         for name, values in (("lengths", self.lengths), ("batches", self.batches), ("contexts", self.contexts)):
             if list(values) != sorted(set(values)):
                 raise ValueError(f"{name} {list(values)} do not rise; give each once, in order")
         if self.batches[0] != 1:
             raise ValueError(f"batches start at {self.batches[0]}; start at 1")
-        return self
 
 
 def default_targets(cpu: bool) -> dict[str, QuantSpec]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 from qspec.bridges.compressed import refuse_tied_head
-from qspec.errors import RecipeError
+from qspec.errors import Problems, RecipeError
 from qspec.numerics.quantization.blocks import PerBlock, PerGroup
 from qspec.numerics.quantization.clipping import Clip
 from qspec.numerics.quantization.formats import FORMATS, FP8_E5M2
@@ -44,14 +44,19 @@ def _asked(name: str, own_group: int | None, spec: QuantSpec, clip: Clip) -> Lay
 
 def resolve_plan(plan: QuantPlan, arch: ArchMap) -> dict[str, LayerScheme | None]:
     """Schemes by layer: fused groups have one, a tied head none, groups and tiles divide. Raises `RecipeError`."""
-    schemes = plan.resolve(arch.linears())
-    refuse_tied_head(arch, {layer for layer, scheme in schemes.items() if scheme is not None})
-    _one_scheme_per_kernel(schemes, arch)
-    if plan.kv is not None:
-        _check_kv(plan.kv, arch)
-    for layer, scheme in schemes.items():
-        if scheme is not None:
-            _divides(layer, scheme, arch.linear_shape(layer))
+    schemes, problems = plan.resolve(arch.linears()), Problems()
+    with problems.kept():
+        refuse_tied_head(arch, {layer for layer, scheme in schemes.items() if scheme is not None})
+    with problems.kept():
+        _one_scheme_per_kernel(schemes, arch)
+    with problems.kept():
+        if plan.kv is not None:
+            _check_kv(plan.kv, arch)
+    with problems.kept():  # the first layer speaks for all of its shape
+        for layer, scheme in schemes.items():
+            if scheme is not None:
+                _divides(layer, scheme, arch.linear_shape(layer))
+    problems.tell()
     return schemes
 
 

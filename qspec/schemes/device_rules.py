@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from qspec.errors import RecipeError
+from qspec.errors import Problems, RecipeError
 from qspec.plan import KVScheme, LayerScheme
 from qspec.records import ArchMap
 from qspec.schema.devices import DeviceSheet
@@ -27,12 +27,12 @@ class Finding:
 
 
 def raise_refused(findings: Iterable[Finding]) -> None:
-    """Raise all refusals as one error, the first in front, if there are any."""
-    refused = list(dict.fromkeys(finding for finding in findings if finding.level == "refused"))
-    if refused:
-        first, *others = refused
-        also = "".join(f"; also refused: {finding}" for finding in others)
-        raise RecipeError(first.value, first.rule, first.fix + also)
+    """Raise all refusals as one error, a line each, if there are any."""
+    problems = Problems()
+    for finding in findings:
+        if finding.level == "refused":
+            problems.found.append(RecipeError(finding.value, finding.rule, finding.fix))
+    problems.tell()
 
 
 def device_findings(

@@ -3,11 +3,11 @@
 from typing import Any
 
 from qspec.plan import KVScheme
-from qspec.schema.devices import ADA, DeviceSheet
+from qspec.schema.devices import DeviceSheet
 from qspec.schema.manifest import Served
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schema.recipe import DraftLengthSpec
-from qspec.scheme_table import SCHEMES
+from qspec.scheme_table import ADA, SCHEMES
 from qspec.schemes.build import build_plan, kv_scheme
 from qspec.schemes.device_rules import kv_flag, refusal, unread_fp8
 
@@ -37,7 +37,7 @@ def vllm_weights(spec: QuantSpec, sheet: DeviceSheet, folder: str) -> tuple[bool
         detail += "".join(row.vllm_cpu_note for row in spec.rows)
     if rounds_head(spec):
         detail += HEAD
-    if not cpu and (sheet.capability or 0) < ADA and any(name.startswith("FP8") for name in spec.schemes):
+    if not cpu and (sheet.capability or 0) < ADA and any(row.float8 for row in spec.rows):
         detail += ", run as W8A16: FP8 weights, 16-bit inputs"
     lacking = [f"{modifier.name}: {modifier.rule}" for modifier in spec.modifiers]
     for row in spec.rows:

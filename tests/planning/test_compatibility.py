@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from qspec.cli import main
+from qspec.models import load
 from qspec.planning.compatibility import compatibility
 from qspec.planning.planned import resolve
-from qspec.planning.remarks import remarks
+from qspec.planning.remarks import findings, remarks
+from qspec.schema.quantization import ModelSpec
 from qspec.schema.recipe import Recipe
+from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model
 
 
@@ -62,6 +65,55 @@ def test_a_base_draft_of_an_instruct_target_is_warned_of(models: tuple[Path, Pat
     if had is None:
         ours.write_text(json.dumps(json.loads(ours.read_text(encoding="utf-8")) | template), encoding="utf-8")
     assert _levels(*models)["chat template"] == "warning"
+    assert [f.level for f in findings(resolve(_recipe(*models))) if f.value == "chat template"] == ["warning"]
+
+
+def _recipe(target: Path, draft: Path) -> Recipe:
+    halves = {"target": {"model": str(target)}, "draft": {"kind": "model", "model": str(draft)}}
+    return Recipe.model_validate({"name": "t", **halves, "evaluation": {"tasks": []}})
+
+
+def test_a_plan_says_of_two_models_what_their_check_says(models: tuple[Path, Path]) -> None:
+    """Would catch a warning of two models that `plan` and `run` keep to themselves, and another list for each verb."""
+    path = models[1] / "tokenizer.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    state["model"]["merges"] = state["model"]["merges"][:-1]
+    path.write_text(json.dumps(state), encoding="utf-8")
+    _config(models[1], dtype="bfloat16")
+    checked = {str(finding) for finding in compatibility(*map(str, models))}
+    planned = {str(finding) for finding in findings(resolve(_recipe(*models)))}
+    both = sorted(checked & planned)
+    assert any(told.startswith("merges of the tokenizers: differ") for told in both)
+    assert any("are stored in different types" in told for told in both)
+
+
+def test_a_plan_reads_each_model_once(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a header of a large file that is parsed for every question that is asked of it."""
+    seen = list[Path]()
+    read = load.read_config
+    monkeypatch.setattr(load, "read_config", lambda folder: seen.append(folder) or read(folder))
+    findings(resolve(_recipe(*models)))
+    assert seen == list(models)
+
+
+def test_a_plan_opens_a_gguf_file_once(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a GGUF header that is parsed for its shape, and again for its type and its tokenizer."""
+    source, seen = load.load(ModelSpec(model=str(models[0]))), list[Path]()
+    path = Path(write_gguf(models[0].with_name("x.gguf"), source))
+    kind = load.GGUFFile
+    monkeypatch.setattr(load, "GGUFFile", lambda path: seen.append(path) or kind(path))
+    found = findings(resolve(_recipe(path, path)))
+    assert [f.level for f in found if "tokenizer" in f.value] == []
+    assert seen == [path, path]  # as target, and as draft
+
+
+def test_tokenizers_of_the_hub_that_are_not_here_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a plan that downloads, or fails where there is no network."""
+    monkeypatch.setenv("HF_HUB_CACHE", "/nowhere")
+    halves = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"
+    found = findings(resolve(_recipe(*map(Path, halves))))
+    (note,) = [f for f in found if f.value.startswith("tokenizers")]
+    assert (note.level, note.fix) == ("note", f"compare them now: qspec check {' '.join(halves)}")
 
 
 def _config(folder: Path, **fields: object) -> None:

@@ -157,7 +157,7 @@ def test_bad_values_name_field_rule_and_fix(tmp_path: Path, override: str, parts
         ("a: [1\n", "is not valid YAML"),
         ("- 1\n", "must be a mapping"),
         ("", "must be a mapping"),
-        ("name: t\n", "target: is required"),
+        ("name: t\ndraft: {kind: self}\n", "target: is required"),
         ("1: x\n", "a key must be text"),
         ("x: &a [*a]\n", "an alias stands inside of what it names"),
         ("x: !!python/object/apply:os.system ['true']\n", "is not valid YAML"),
@@ -270,7 +270,41 @@ def test_dump_of_shipped_recipes_is_plain_yaml(tmp_path: Path, path: Path):
 
 def test_a_list_is_not_blamed_for_its_item(tmp_path: Path):
     """Would catch a second complaint about the list that holds the one wrong item."""
-    assert "also wrong" not in refusal(tmp_path, SMALL, "calibration.data=[{name: a, weight: 0}]")
+    assert "data[0].weight 0" in refusal(tmp_path, SMALL, "calibration.data=[{name: a, weight: 0}]")
+
+
+PROBLEMS = """
+name: t
+target: {model: org/m, quantization: {scheme: W4A16, engine: llmcompressor, smoothing: {}}}
+draft: {kind: self, lookup: sufix}
+calibration: {data: [{name: wikitext2}], samples: 1}
+speculation: {draft_length: {k: 20, threshold: 0.5}}
+benchmark: {repeets: 3}
+"""
+
+
+def test_all_problems_come_at_once(tmp_path: Path):
+    """Would catch a recipe that is mended one run at a time: fields, rules of a section, rules across sections."""
+    (tmp_path / "r.yaml").write_text(PROBLEMS, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        Recipe.read(tmp_path / "r.yaml")
+    expected = [
+        "target.quantization: smoothing belongs to engine qspec; with",
+        "draft.lookup 'sufix': must be 'none', 'ngram' or 'suffix'; did you mean 'suffix'?",
+        "speculation.draft_length: k 20 is above max_k 16; raise max_k",
+        "speculation.draft_length: threshold 0.5 is for policy: confidence; omit it",
+        "benchmark.repeets: is not a field here; did you mean 'repeats'?",
+        "the whole file: evaluation.fidelity: 'wikitext2' is calibration text too; compare",
+    ]
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(expected)
+    assert [part for part, line in zip(expected, lines, strict=True) if part not in line] == []
+
+
+def test_a_rule_is_not_judged_by_what_was_not_given(tmp_path: Path):
+    """Would catch a second complaint that follows from the default of a field whose own value is wrong."""
+    told = refusal(tmp_path, SMALL, "evaluation.fidelity.data=3", "calibration.data=[{name: wikitext2}]")
+    assert "evaluation.fidelity.data 3: must be a string" in told
 
 
 def test_an_address_is_not_told_to_be_a_name(tmp_path: Path):
@@ -291,6 +325,8 @@ def test_numbers_that_float32_does_not_hold_are_refused(tmp_path: Path, field: s
 
 def test_a_refusal_is_short_whatever_was_given(tmp_path: Path):
     """Would catch a message of megabytes for a file of unknown fields, or for one with a huge name."""
-    many = "".join(f"wrong_{i}: 0\n" for i in range(500))
-    assert len(refusal(tmp_path, SMALL + many)) < 1000
+    (tmp_path / "many.yaml").write_text(SMALL + "".join(f"wrong_{i}: 0\n" for i in range(500)), encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        Recipe.read(tmp_path / "many.yaml")
+    assert len(str(caught.value)) < 6000
     assert len(refusal(tmp_path, f"{SMALL}{'x' * 100_000}: 0\n")) < 1000

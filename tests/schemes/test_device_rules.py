@@ -142,7 +142,7 @@ def test_all_refusals_come_at_once():
     findings += device_findings(read_device("l40s"), {"l": SCHEMES["FP8_BLOCK"].layer()}, KVScheme(FP8_E5M2, "tensor"))
     with pytest.raises(RecipeError) as caught:
         raise_refused([*findings, *findings])
-    assert str(caught.value).count("also refused: ") == 2
+    assert len(str(caught.value).splitlines()) == 3
     assert "block FP8 has no kernel of its own on Ada" in str(caught.value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from qspec.errors import RecipeError, SourceError
-from qspec.models.load import Location, locate
+from qspec.models.load import Header, Location, locate
 from qspec.nn.engines import AnyDecoder
 from qspec.nn.mlp_speculator import MLPSpeculator
 from qspec.records import ArchMap, LoadedModel, QuantizedModel
@@ -112,8 +112,8 @@ class DraftKind(Generic[S]):
 
     # before compute
 
-    def shape(self, recipe: Recipe, target: ArchMap) -> Shape | None:
-        """Shape and plan of a draft model; None for a draft that is none."""
+    def shape(self, recipe: Recipe, target: ArchMap, own: Header | None) -> Shape | None:
+        """Shape and plan of a draft model; None for a draft that is none. own: header of its source, if it exists."""
         return None
 
     def footprint(self, target: ArchMap, width: int) -> Footprint | None:

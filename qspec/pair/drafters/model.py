@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from qspec.errors import RecipeError
 from qspec.models.layers import require_layers, truncate_layers
-from qspec.models.load import load, resolve_model
+from qspec.models.load import Header, load
 from qspec.models.vocab import check_tokenizers, match_rows
 from qspec.nn.engines import AnyDecoder
 from qspec.pair.drafters.kind import DraftKind, Shape, Snippet, Weights
@@ -136,17 +136,16 @@ class Model(ModelKind[ModelDraft]):
         check_tokenizers(target.tokenizer, draft.tokenizer)
         return match_rows(draft, target.arch.vocab_size)
 
-    def shape(self, recipe: Recipe, target: ArchMap) -> Shape:
+    def shape(self, recipe: Recipe, target: ArchMap, own: Header | None) -> Shape:
         spec = self.spec
-        if self.untrained:
+        if own is None:
             assert spec.training is not None
             asked = spec.training.layers
             require_layers(asked, target)
-            own = target.keep(range(asked) if isinstance(asked, int) else asked)
-            return Shape(spec.model, own, spec.quantization, target.vocab_size)
-        own, width = resolve_model(spec.source, recipe.dtype)
-        padded = replace(own, vocab_size=target.vocab_size)
-        return Shape(spec.model, padded, spec.quantization, own.vocab_size, width)
+            kept = target.keep(range(asked) if isinstance(asked, int) else asked)
+            return Shape(spec.model, kept, spec.quantization, target.vocab_size)
+        padded = replace(own.arch, vocab_size=target.vocab_size)
+        return Shape(spec.model, padded, spec.quantization, own.arch.vocab_size, own.width(recipe.dtype))
 
 
 class SelfCopy(ModelKind[SelfDraft]):
@@ -163,13 +162,13 @@ class SelfCopy(ModelKind[SelfDraft]):
     def original(self, target: LoadedModel) -> LoadedModel:
         return target if self.spec.layers is None else truncate_layers(target, self.spec.layers)
 
-    def shape(self, recipe: Recipe, target: ArchMap) -> Shape:
+    def shape(self, recipe: Recipe, target: ArchMap, own: Header | None) -> Shape:
         layers = self.spec.layers
         if layers is not None and layers > target.n_layers:
             rule = f"the target has {target.n_layers} layers"
             raise RecipeError(f"draft.layers {layers}", rule, "keep fewer, or omit it")
-        own = target.keep(range(layers or target.n_layers))
-        return Shape(recipe.target.model, own, self.spec.quantization, target.vocab_size)
+        kept = target.keep(range(layers or target.n_layers))
+        return Shape(recipe.target.model, kept, self.spec.quantization, target.vocab_size)
 
     def _shortened(self) -> str:
         layers = self.spec.layers
