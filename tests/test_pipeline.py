@@ -67,8 +67,7 @@ def test_run_makes_a_pair_whose_drafts_change_nothing(kind: str, model: Path, ot
         told = "KV formats fp8_e4m3 (target) and auto (draft)"
         assert f"warning: {told}" in (out / "run.log").read_text(encoding="utf-8")
         assert told in (out / "report/report.md").read_text(encoding="utf-8").replace("\\", "")
-        (warning,) = read_manifest(folder).warnings
-        assert warning.startswith(told)
+        assert any(warning.startswith(told) for warning in read_manifest(folder).warnings)
         assert told in prepare(folder, str(tmp_path / "there")).card.replace("\\", "")
     assert {p.name for p in (out / "report").iterdir()} == {*(f"report.{end}" for end in ENDS), "results.json"}
     assert not (out / "work").exists()

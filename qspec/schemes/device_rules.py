@@ -126,9 +126,7 @@ def unread_fp8(kv: KVScheme, sheet: DeviceSheet) -> str | None:
     if sm is None or not key.fmt.is_float or key.granularity not in _FIRST_READER:
         return None
     first, kernel = _FIRST_READER[key.granularity]
-    rule = (
-        f"no attention kernel of vLLM reads FP8 KV by {key.granularity} there: {kernel} is the first, from SM{first} on"
-    )
+    rule = f"vLLM reads no FP8 KV by {key.granularity} there: {kernel} is the first kernel that does, from SM{first} on"
     return rule if sm < first else None
 
 
