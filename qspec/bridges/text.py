@@ -1,8 +1,8 @@
 """Text for calibration, fidelity and speed: named data sets (`eval/datasets.yaml`) and the user's own files.
 
 Rows come from the folder `$QSPEC_DATA` (default `../shared/data`) when it holds the file, else through `datasets`.
-Calibration reads the first half of a data set's rows and `windows` the second, so a model is never judged on the text
-it was calibrated on.
+Calibration reads the first half of a data set's rows, `windows` and `held_out` the second, so a model is never judged
+on the text it was calibrated on.
 """
 
 from bisect import bisect_left
@@ -81,6 +81,14 @@ def load_rows(name: str, limit: int | None = None) -> list[Row]:
     Raises `RecipeError` for a name that is neither, `SourceError` when the rows cannot be had.
     """
     return _find(name).rows(limit)
+
+
+def held_out(name: str) -> list[str]:
+    """Texts of the second half of a data set's rows, without those that stand in the first half too."""
+    source = _find(name)
+    first, second = _halves([_text(row, source.fields) for row in source.rows()])
+    known = set(first)
+    return [text for text in second if text not in known]
 
 
 def table(rows: Sequence[Row]) -> Any:

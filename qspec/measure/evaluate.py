@@ -7,7 +7,7 @@ from qspec.bridges import harness
 from qspec.bridges.harness import Sample, Scores
 from qspec.errors import SourceError
 from qspec.measure.fidelity import measure_fidelity
-from qspec.measure.items import chance_of, compare_items, score_interval
+from qspec.measure.items import chance_of, compare_items, compare_likelihoods, score_interval
 from qspec.measure.needle import measure_needles
 from qspec.nn.lm import LM
 from qspec.numerics.statistics.paired import holm
@@ -103,6 +103,7 @@ def compare(task: TaskSpec, backend: str, original: Scores, quantized: Scores) -
         only_quantized=found.only_b,
         p_value=found.p_value,
         detectable=found.difference.detectable or 1.0,
+        likelihood=compare_likelihoods([r.original_likelihood for r in rows], [r.quantized_likelihood for r in rows]),
         verdict=found.verdict("quantized", chance_of(task.name, original.condition)),
         original_cut=sum(r.original_cut for r in rows) / n,
         quantized_cut=sum(r.quantized_cut for r in rows) / n,
@@ -136,6 +137,8 @@ def _row(a: Sample, b: Sample) -> TaskRow:
         quantized_cut=b.cut,
         original_answer=a.answer,
         quantized_answer=b.answer,
+        original_likelihood=a.likelihood,
+        quantized_likelihood=b.likelihood,
         prompt_cut=a.prompt_cut or b.prompt_cut,
     )
 

@@ -1,6 +1,7 @@
 """Two arms on the same items of a task: the paired difference, what is kept, and what may be concluded from it.
 
 Right or wrong: McNemar's exact test and intervals that keep a width when no item differs. Scored: a bootstrap of pairs.
+Where answers are given and scored, the likelihood of the right ones tells more: it moves before any answer flips.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,13 @@ import torch
 from qspec.numerics.statistics.evidence import Evidence, of_difference
 from qspec.numerics.statistics.fidelity import bootstrap_ci, mcnemar_exact, wilson_interval
 from qspec.numerics.statistics.paired import bootstrap_ratio, detectable_share, proportion_difference, proportion_ratio
-from qspec.numerics.statistics.student import detectable_difference
+from qspec.numerics.statistics.student import detectable_difference, mean_interval
 from qspec.schema.results import Measurement, Scalar, SubTask, TaskResult
 
 KNOWN_CHANCE = {"mmlu_pro": 0.1, "leaderboard_mmlu_pro": 0.1}
 """Scores of guessing, for results that do not state them: those of one in ten options."""
+NATS = 0.01
+"""Fall of the log-likelihood of right answers that a loss must exceed: by one in a hundred, like a recovery of 99 %."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,22 @@ class Items:
         return f"{arm} is {word} by {size} (95 % CI {100 * low:+.1f} to {100 * high:+.1f}{test})"
 
 
+def compare_likelihoods(a: Sequence[float | None], b: Sequence[float | None]) -> Measurement | None:
+    """Mean change from `a` to `b` of the log-likelihood of right answers, nats per item; None where one has none."""
+    changes = [y - x for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    n = len(changes)
+    if n < max(2, len(a)):
+        return None
+    return Measurement(
+        metric="quantized - original, log-likelihood of right answers",
+        value=sum(changes) / n,
+        unit="nats/item",
+        n=n,
+        ci=mean_interval(changes),
+        detectable=detectable_difference(stdev(changes), n),
+    )
+
+
 def task_evidence(task: TaskResult) -> Evidence:
     """What a task's items allow to be said of the difference between its arms."""
     discordant, n = task.only_original + task.only_quantized, task.original.n
@@ -80,7 +99,22 @@ def chance_of(task: str, condition: Mapping[str, Scalar]) -> float:
 def task_verdict(task: TaskResult) -> str:
     """What a task's numbers carry, in one sentence; whatever an older version wrote of numbers that carry nothing."""
     found = task_evidence(task)
-    return found.shortage("items") if found.open else task.verdict
+    text = found.shortage("items") if found.open else task.verdict
+    if task.likelihood is None or found.chance is not None:
+        return text
+    (low, high), value = task.likelihood.ci or (-math.inf, math.inf), task.likelihood.value
+    return f"{text}; likelihood of right answers: {value:+.3f} nats per item (95 % CI {low:+.3f} to {high:+.3f})"
+
+
+def task_loss(task: TaskResult) -> str:
+    """How much a task shows to be lost, in points, or else in nats where that is more than `NATS`; empty: none."""
+    found = task_evidence(task)
+    if found.sign < 0:
+        return f"{100 * abs(task.difference.value):.1f} points"
+    high = task.likelihood.ci[1] if task.likelihood and task.likelihood.ci else math.inf
+    if found.chance is not None or task.likelihood is None or high >= -NATS:
+        return ""
+    return f"{-task.likelihood.value:.3f} nats of the likelihood of right answers"
 
 
 def compare_items(a: Sequence[float], b: Sequence[float]) -> Items:

@@ -51,6 +51,8 @@ TASKS = {
     "gsm8k": TaskSize(1, 1_319, 150, 200),
     "humaneval": TaskSize(1, 164, 150, 250),
     "wikitext": TaskSize(1, 60, 5_000, 0),
+    "last_words": TaskSize(1, 503, 36, 0),
+    "next_sentence": TaskSize(1, 469, 90, 0),
     "hellaswag": TaskSize(1, 10_042, 250, 0),
     "mmlu": TaskSize(57, 14_042, 120, 0),
     "arc_challenge": TaskSize(1, 1_172, 80, 0),

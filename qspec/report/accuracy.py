@@ -101,6 +101,10 @@ def _task(task: TaskResult) -> list[Block]:
     rows.append(("quantized - original", *difference, found.brief if found.open else least(found), ""))
     if task.recovery is not None and not found.open:
         rows.append(("score kept", percent(task.recovery), percents(task.recovery_ci), "", ""))
+    if (m := task.likelihood) is not None:
+        rows.append(
+            ("likelihood of right answers, nats", number(m.value), interval(m.ci), number(m.detectable or 0.0), "")
+        )
     table = compact(
         f"{label}, {metric}: {task.original.n} items, paired one by one (lm-evaluation-harness)",
         ("", "score", "95 % CI", "detectable drop", "answers cut"),

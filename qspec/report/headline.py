@@ -1,6 +1,6 @@
 """The front of a report: what to do with the pair, the numbers that carry it, one picture, and what it costs."""
 
-from qspec.measure.items import task_evidence
+from qspec.measure.items import task_evidence, task_loss
 from qspec.numerics.statistics.evidence import Evidence, of_share
 from qspec.readable import Interval, count, interval, number, percent, percents, size, times
 from qspec.report.arms import did_nothing, drafting, gain, idle_drafts, over_first, pair_arm, plain_of, target_arm
@@ -44,8 +44,8 @@ def _speed(results: Results) -> list[str]:
 def _accuracy(results: Results) -> list[str]:
     tasks, fidelity = results.accuracy.tasks, results.accuracy.fidelity
     every = [(task, task_evidence(task)) for task in tasks]
-    if lost := [task for task, found in every if found.sign < 0]:
-        return [f"{lost[0].task} loses {100 * abs(lost[0].difference.value):.1f} points"]
+    if lost := [f"{task.task} loses {loss}" for task in tasks if (loss := task_loss(task))]:
+        return lost[:1]
     if seen := [found.detectable or 0.0 for _, found in every if not found.open]:
         if min(seen) > COARSE:
             points = f"only a drop of {100 * min(seen):.0f} points or more would have shown"

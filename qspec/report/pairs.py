@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from qspec.measure.items import chance_of, compare_items, task_evidence
+from qspec.measure.items import chance_of, compare_items, task_evidence, task_loss
 from qspec.numerics.statistics.evidence import of_ratio
 from qspec.numerics.statistics.paired import geometric_mean, rank_correlation, shown_sign
 from qspec.numerics.statistics.pareto import dominated
@@ -98,7 +98,7 @@ def _doubt(results: Results) -> str:
     judged = [task_evidence(task) for task in results.accuracy.tasks]
     if wrong := blockers(results):
         return f"is out: {wrong[0]}"
-    if any(found.sign < 0 for found in judged):
+    if any(map(task_loss, results.accuracy.tasks)):
         return "loses accuracy"
     if all(found.open for found in judged):
         return "has no accuracy measured on a task that could show a loss"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from qspec.measure.items import subject_evidence, task_evidence, task_verdict
+from qspec.measure.items import subject_evidence, task_evidence, task_loss, task_verdict
 from qspec.measure.prove import CERTAIN, SHIFT
 from qspec.numerics.statistics.evidence import Evidence, of_ratio
 from qspec.numerics.statistics.pareto import paying
@@ -108,10 +108,10 @@ def _task(task: TaskResult) -> Finding:
         cut > MANY_CUT
     )
     asked = task.original.condition
-    if asked.get("has_chat_template") and not asked.get("chat_template"):
+    if task.likelihood is None and asked.get("has_chat_template") and not asked.get("chat_template"):
         caution += "; the model was asked without its chat template"
     text = f"{task.task} ({task.backend}): {task_verdict(task)}{caution}"
-    return Finding(TONES[found.sign], text, FEW if found.open else "")
+    return Finding("bad" if task_loss(task) else TONES[found.sign], text, FEW if found.open else "")
 
 
 def _fidelity(found: Fidelity) -> Finding:

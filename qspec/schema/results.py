@@ -89,7 +89,8 @@ class Fidelity(Measured):
 class TaskRow(Record):
     """One item of a task, answered by both arms to the same prompt (hash of the prompt's text).
 
-    `…_answer`: hash of what an arm wrote, where items are answered in words.
+    `…_answer`: hash of what an arm wrote, where items are answered in words. `…_likelihood`: log-likelihood of the
+    right answer (nats), where answers are given and scored.
     """
 
     task: str
@@ -102,6 +103,8 @@ class TaskRow(Record):
     quantized_cut: bool = False
     original_answer: str = ""
     quantized_answer: str = ""
+    original_likelihood: float | None = None
+    quantized_likelihood: float | None = None
     prompt_cut: bool = False  # the prompt did not fit the context and lost its beginning
 
 
@@ -122,7 +125,8 @@ class TaskResult(Measured):
 
     `p_value` is McNemar's exact test (None: items are not right or wrong); `detectable` is the smallest true
     difference that these items would show with 80 % power; `verdict` says in words what the numbers carry. `recovery`
-    is the quantized score over the original's.
+    is the quantized score over the original's. `likelihood` is quantized - original of the log-likelihood of right
+    answers (nats/item), where answers are given and scored.
     """
 
     task: str
@@ -136,6 +140,7 @@ class TaskResult(Measured):
     only_quantized: int
     p_value: float | None
     detectable: float
+    likelihood: Measurement | None = None
     verdict: str
     original_cut: float
     quantized_cut: float

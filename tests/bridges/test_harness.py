@@ -1,5 +1,6 @@
 """lm-evaluation-harness through qspec's engine, item by item against the harness's own transformers backend."""
 
+from dataclasses import replace
 import json
 from pathlib import Path
 import shutil
@@ -187,7 +188,10 @@ def test_a_task_of_ones_own_on_both_backends(local_task: str, folder: Path):
     model = load_folder(folder)
     mine = harness.evaluate(Decoder.from_float(model), model.tokenizer, task, EOS, QUIET)
     reference = harness.evaluate_folder(folder, task)
-    assert mine.samples == reference.samples
+    one, other = ([replace(sample, likelihood=None) for sample in arm.samples] for arm in (mine, reference))
+    assert one == other
+    likelihoods = [[sample.likelihood for sample in arm.samples] for arm in (mine, reference)]
+    assert likelihoods[0] == pytest.approx(likelihoods[1], abs=TOLERANCE)
     assert mine.metric == "acc,none"
     assert len(mine.samples) == 8
     assert {0.0, 1.0} == {sample.score for sample in mine.samples}
@@ -236,3 +240,117 @@ def test_the_leaderboards_mmlu_pro_reads_the_same_rows(data_dir: Path, monkeypat
     monkeypatch.setenv("QSPEC_DATA", str(data_dir))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert tasks.require(TaskSpec(name="leaderboard_mmlu_pro", limit=3), 4096) == 3
+
+
+def test_mmlu_pro_by_choices_runs_offline(data_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Would catch few-shot examples that are missing, choices that are not its ten, a right one that is mixed up."""
+    monkeypatch.setenv("QSPEC_DATA", str(data_dir))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    asked: list[str] = []
+
+    def score(self: Engine, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+        asked.append(Letters().decode(context))
+        return (-1.0 if Letters().decode(continuation) == " B" else -2.0), False
+
+    monkeypatch.setattr(harness_engine.Engine, "score", score)
+    task = TaskSpec(name="leaderboard_mmlu_pro", limit=20)
+    found = harness.evaluate(HFModel(folder), Letters(), task, EOS, QUIET)
+    assert found.metric == "acc,none"
+    assert found.condition["fewshot"] == "5"
+    assert 0.1 <= float(str(found.condition["chance"])) <= 0.2
+    assert all(prompt.count("Answer:") == 6 for prompt in asked)
+    assert {sample.score: sample.likelihood for sample in found.samples} == {1.0: -1.0, 0.0: -2.0}
+
+
+def _write_task(folder: Path, name: str, rows: list[dict[str, Any]], **fields: Any) -> None:
+    (folder / "tasks").mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task: dict[str, Any] = {"task": name, "dataset_path": "json", "test_split": "test", "doc_to_text": "{{q}}"}
+    task["dataset_kwargs"] = {"data_files": {"test": str(folder / f"{name}.jsonl")}}
+    (folder / "tasks" / f"{name}.yaml").write_text(json.dumps(task | fields))
+
+
+def test_right_answers_keep_their_likelihood(
+    local_task: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Would catch the likelihood of another choice, of another item (they are asked in another order), or a share."""
+    model = load_folder(folder)
+    engine = Engine(Decoder.from_float(model), model.tokenizer, EOS)
+    asked = TaskSpec(name=local_task, num_fewshot=0)
+    found = harness.evaluate(Decoder.from_float(model), model.tokenizer, asked, EOS, QUIET)
+    right = [[" appear", " jumps", " fox"][i % 3] for i in range(12)]
+    expected = [
+        engine.score(*engine.encode_pair(f"Numbers such as {i}", f" {word}"))[0] for i, word in enumerate(right)
+    ]
+    assert [sample.likelihood for sample in found.samples] == pytest.approx(expected, abs=TOLERANCE)
+
+    text = [{"q": f"Numbers {i}", "word": "fox"} for i in range(4)]
+    both = [{"metric": "perplexity", "aggregation": "perplexity"}, {"metric": "acc", "aggregation": "mean"}]
+    _write_task(tmp_path, "said", text, output_type="loglikelihood", doc_to_target=" {{word}}", metric_list=both)
+    written = [{"metric": "exact_match"}]
+    _write_task(tmp_path, "told", text, output_type="generate_until", doc_to_target="{{word}}", metric_list=written)
+    monkeypatch.setattr(tasks, "eval_dir", lambda: tmp_path)
+    said, told = (
+        harness.evaluate(
+            Decoder.from_float(model), model.tokenizer, TaskSpec(name=name, num_fewshot=0, max_gen_toks=4), EOS, QUIET
+        )
+        for name in ("said", "told")
+    )
+    assert said.metric == "acc,none"
+    assert {sample.score for sample in said.samples} <= {0.0, 1.0}
+    expected = [engine.score(*engine.encode_pair(f"Numbers {i}", " fox"))[0] for i in range(4)]
+    assert [sample.likelihood for sample in said.samples] == pytest.approx(expected, abs=TOLERANCE)
+    assert {sample.likelihood for sample in told.samples} == {None}
+
+
+@pytest.mark.parametrize(("stated", "expected"), [(("acc_norm", "acc"), "acc_norm"), (("acc", "acc_norm"), "acc")])
+def test_a_task_is_scored_by_the_metric_that_it_states_first(
+    stated: tuple[str, ...], expected: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Would catch `acc` of a task whose choices differ in length, and which therefore states `acc_norm`."""
+    rows = [{"q": "The", "gold": 1} for _ in range(2)]
+    choices = {"doc_to_choice": ["quick", "quick brown fox jumps"], "doc_to_target": "gold"}
+    metrics = [{"metric": metric} for metric in stated]
+    _write_task(tmp_path, "long", rows, output_type="multiple_choice", metric_list=metrics, **choices)
+    monkeypatch.setattr(tasks, "eval_dir", lambda: tmp_path)
+    monkeypatch.setattr(harness_engine.Engine, "score", lambda _self, _a, b: (-(float(len(b)) ** 0.5), False))
+    found = harness.evaluate(HFModel(folder), Letters(), TaskSpec(name="long", num_fewshot=0), EOS, QUIET)
+    assert found.metric == f"{expected},none"
+    assert [sample.score for sample in found.samples] == [float(expected == "acc_norm")] * 2
+
+
+class Counting(HFModel):
+    """A tiny model that is given tokens, and not asked."""
+
+    def forward(self, tokens_T: torch.Tensor, last: int | None = None) -> torch.Tensor:
+        self.fed, self.at = self.fed + len(tokens_T), self.at + len(tokens_T)
+        return torch.zeros(last or len(tokens_T), self.vocab_size)
+
+    def truncate(self, length: int) -> None:
+        self.at = length
+
+    @property
+    def length(self) -> int:
+        return self.at
+
+
+def test_what_begins_alike_is_read_once(folder: Path):
+    """Would catch choices that read their item's prompt anew, and items of two subjects in turns, whose worked examples
+    are read for each. 50 items of 4 choices: each prompt's own tokens once, and each choice's."""
+    shots = ["Worked examples of one subject. " * 8, "Other ones, of the other subject. " * 8]
+    pairs = [(f"{shots[i % 2]}Item {i:02}:", f" choice {c}") for i in range(50) for c in "abcd"]
+    lm = Counting(folder, max_length=4096)
+    model = models.asked_model(Engine(lm, Letters(), EOS), QUIET)
+    model.loglikelihood(_requests("loglikelihood", *pairs))
+    naive = sum(len(Letters().encode(context + tail)) - 1 for context, tail in pairs)
+    own, choice = len("Item 00:"), len(" choice a")
+    assert lm.fed <= sum(map(len, shots)) + 50 * own + 200 * choice + 2
+    assert naive > 15 * lm.fed
+
+
+def test_scores_come_back_in_the_order_of_the_questions(ours: Any):
+    """Would catch scores in the order in which prompts are read."""
+    pairs = [(context, tail) for tail in (" fox", " dog jumps") for context in reversed(CONTEXTS[:4])]
+    together = ours.loglikelihood(_requests("loglikelihood", *pairs))
+    alone = [ours.loglikelihood(_requests("loglikelihood", pair))[0] for pair in pairs]
+    assert [value for value, _ in together] == pytest.approx([value for value, _ in alone], abs=TOLERANCE)

@@ -73,11 +73,19 @@ def asked_model(asked: Asked, progress: Progress) -> Any:
         def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
             return asked.encode_pair(context, continuation)
 
+        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+            return found
+
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            """Asked in the order of their tokens: what begins alike comes one after the other, and is read once."""
             for (context, _c), head, tail in requests:
                 if len(head) + len(tail) > asked.window + 1:
                     asked.cuts.prompts.add(hash_string(context))
-            return _answers(lambda item: asked.score(item[1], item[2]), requests, asked.at_once, progress, "scoring")
+            order = sorted(range(len(requests)), key=lambda i: (requests[i][1], requests[i][2]))
+            pairs = [requests[i][1:] for i in order]
+            found = _answers(lambda pair: asked.score(*pair), pairs, asked.at_once, progress, "scoring")
+            return [score for _, score in sorted(zip(order, found, strict=True))]
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
             return _answers(self._rolling, requests, asked.at_once, progress, "scoring")

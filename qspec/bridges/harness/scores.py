@@ -17,7 +17,8 @@ from qspec.schema.results import Scalar
 class Sample:
     """One scored item. `cut`: its answer hit the token limit; `prompt_cut`: its prompt lost its beginning.
 
-    answer: hash of what was written, where the item is answered in words.
+    answer: hash of what was written, where the item is answered in words. likelihood: log-likelihood of the right
+    answer (nats), where answers are given and scored.
     """
 
     task: str
@@ -28,6 +29,7 @@ class Sample:
     cut: bool
     prompt_cut: bool
     answer: str = ""
+    likelihood: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,15 @@ def run(
             bootstrap_iters=0,
             confirm_run_unsafe_code=task.run_code,
         )
-    metric, samples = _items(report["samples"], cuts, task)
+    metric, samples = _items(report, cuts, task)
     return Scores(metric, samples, {**condition, **_stated(report, task, samples)}, dict(own or {}))
 
 
-def _items(found: Mapping[str, list[Any]], cuts: Cuts, task: TaskSpec) -> tuple[str, list[Sample]]:
-    """Items of all sub-tasks under the first filter, by the first metric that scores single items."""
-    first = next(iter(found.values()))[0]
-    metric = next((m for m in first["metrics"] if _score(first[m]) is not None), None)
+def _items(report: Mapping[str, Any], cuts: Cuts, task: TaskSpec) -> tuple[str, list[Sample]]:
+    """Items of all sub-tasks under the first filter, by the first metric that the task states and that scores items."""
+    found: Mapping[str, list[Any]] = report["samples"]
+    first, config = next(iter(found.values()))[0], report["configs"][next(iter(found))]
+    metric = next((m for m in _metrics(config, first["metrics"]) if _score(first[m]) is not None), None)
     if metric is None:
         raise RecipeError(f"task {task.name!r}", "has no score per item to compare arms by", "use another task")
     samples: list[Sample] = []
@@ -77,10 +80,35 @@ def _items(found: Mapping[str, list[Any]], cuts: Cuts, task: TaskSpec) -> tuple[
         for item in (item for item in items if item["filter"] == items[0]["filter"]):
             key = item["prompt_hash"]
             flags = (key in cuts.answers, key in cuts.prompts)
-            score = _score(item[metric]) or 0.0
-            samples.append(Sample(name, item["doc_id"], item["doc_hash"], key, score, *flags, _answer(item["resps"])))
+            score, right = _score(item[metric]) or 0.0, _likelihood(item, report["configs"][name])
+            said = _answer(item["resps"])
+            samples.append(Sample(name, item["doc_id"], item["doc_hash"], key, score, *flags, said, right))
     label = metric if isinstance(first[metric], int | float) else f"1 / {metric}"
     return f"{label},{first['filter']}", samples
+
+
+def _metrics(config: Mapping[str, Any], computed: Sequence[str]) -> list[str]:
+    """Metrics in the order in which the task states them, those that it does not state last.
+
+    Of a given answer the harness scores `perplexity` as a log-likelihood, which has no share to be kept: it comes last.
+    """
+    stated = [entry["metric"] for entry in config.get("metric_list") or () if isinstance(entry["metric"], str)]
+    order = [metric for metric in stated if metric in computed]
+    order += [metric for metric in computed if metric not in order]
+    return sorted(order, key=lambda metric: config.get("output_type") == "loglikelihood" and metric == "perplexity")
+
+
+def _likelihood(item: Mapping[str, Any], config: Mapping[str, Any]) -> float | None:
+    """Log-likelihood (nats) of an item's right answer; None where answers are written, or where several are right."""
+    if config.get("output_type") not in ("loglikelihood", "multiple_choice"):
+        return None
+    given, right = [float(response[0][0]) for response in item["resps"]], item["target"]
+    if config["output_type"] == "loglikelihood":
+        return given[0]
+    if isinstance(right, str):
+        choices = [continuation.strip() for _, continuation in item["arguments"]]
+        right = choices.index(right.strip()) if choices.count(right.strip()) == 1 else None
+    return given[right] if isinstance(right, int) and 0 <= right < len(given) else None
 
 
 def _answer(responses: Any) -> str:
