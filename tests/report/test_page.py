@@ -277,6 +277,18 @@ def test_nothing_is_said_of_a_single_prompt():
     assert "too few prompts to say: 2" in document(results).lead
 
 
+def test_right_answers_that_became_less_likely_are_a_loss():
+    """Would catch a report that says no loss is shown where no answer flips and each right one is less likely."""
+    fall = Measurement(metric="change", value=-0.05, unit="nats/item", n=140, ci=(-0.06, -0.04), detectable=0.015)
+    lost = task(0.1).model_copy(update={"likelihood": fall})
+    results = example().model_copy(update={"accuracy": example().accuracy.model_copy(update={"tasks": (lost,)})})
+    assert _tone(results, "likelihood of right answers: -0.050 nats per item (95 % CI -0.060 to -0.040)") == "bad"
+    page = document(results)
+    assert "Mmlu_pro loses 0.050 nats of the likelihood of right answers" in page.lead
+    rows = [row for table in tables(page) for row in table.rows if row[0] == "likelihood of right answers, nats"]
+    assert [tuple(map(str, row[1:4])) for row in rows] == [("-0.0500", "-0.0600 to -0.0400", "0.0150")]
+
+
 def test_a_task_at_chance_is_left_out_of_the_verdict():
     """Would catch "no loss is shown; a drop of 7.2 points would have been" of a model that guesses."""
     guessed = task(0.1).model_copy(update={"original": task().original.model_copy(update={"value": 0.107})})
