@@ -19,8 +19,9 @@ from qspec.schema.results import Measurement, Scalar, SubTask, TaskResult
 
 KNOWN_CHANCE = {"mmlu_pro": 0.1, "leaderboard_mmlu_pro": 0.1}
 """Scores of guessing, for results that do not state them: those of one in ten options."""
-NATS = 0.01
-"""Fall of the log-likelihood of right answers that a loss must exceed: by one in a hundred, like a recovery of 99 %."""
+FALL = 0.01
+"""Fall of the log-likelihood of right answers, as a share of the original's own, that a loss must exceed: long answers
+lose more nats than short ones."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,14 @@ def task_verdict(task: TaskResult) -> str:
 
 
 def task_loss(task: TaskResult) -> str:
-    """How much a task shows to be lost, in points, or else in nats where that is more than `NATS`; empty: none."""
+    """How much a task shows to be lost, in points, or else in nats where that is more than `FALL`; empty: none."""
     found = task_evidence(task)
     if found.sign < 0:
         return f"{100 * abs(task.difference.value):.1f} points"
     high = task.likelihood.ci[1] if task.likelihood and task.likelihood.ci else math.inf
-    if found.chance is not None or task.likelihood is None or high >= -NATS:
+    own = [row.original_likelihood for row in task.rows if row.original_likelihood is not None]
+    least = FALL * sum(own) / len(own) if own else 0.0
+    if found.chance is not None or task.likelihood is None or high >= least:
         return ""
     return f"{-task.likelihood.value:.3f} nats of the likelihood of right answers"
 

@@ -10,7 +10,7 @@ import pytest
 from qspec.bridges import harness
 from qspec.bridges.harness import Sample, Scores
 from qspec.measure.evaluate import compare
-from qspec.measure.items import NATS, compare_likelihoods, task_loss, task_verdict
+from qspec.measure.items import FALL, compare_likelihoods, task_loss, task_verdict
 from qspec.models import load as models
 from qspec.nn.engines import open_decoder
 from qspec.numerics.statistics.fidelity import wilson_interval
@@ -75,10 +75,16 @@ def test_a_fall_that_flips_nothing_is_a_loss():
     assert TaskResult.model_validate_json(found.model_dump_json()) == found
 
 
-@pytest.mark.parametrize("by", [0.0, 0.05, -NATS / 2])
+@pytest.mark.parametrize("by", [0.0, 0.05, -FALL / 2])
 def test_gains_and_falls_of_no_weight_are_no_loss(by: float):
     """Would catch INT8 as it should be called a loss, because many items show how little it loses; a wrong sign."""
     assert task_loss(result(moved(0.0), moved(by))) == ""
+
+
+def test_long_answers_may_lose_more_nats():
+    """Would catch INT8 accused by whole sentences, which lose as many nats as they have tokens to lose them in."""
+    short, long = result(moved(0.0), moved(-0.05)), result(moved(-26.0), moved(-26.05))
+    assert (task_loss(short) != "", task_loss(long)) == (True, "")
 
 
 def test_a_wide_interval_is_no_loss():
