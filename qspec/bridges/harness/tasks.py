@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 import json
+import logging
 from pathlib import Path
 import tempfile
 from typing import Any
@@ -96,6 +97,7 @@ def _index(defaults: bool) -> Any:
     """The harness's index of tasks; reading its thousands of definitions takes most of a minute, so once."""
     from lm_eval.tasks import TaskManager
 
+    logging.getLogger("lm_eval.api.task").addFilter(lambda line: "Custom kwargs can be passed" not in line.getMessage())
     return TaskManager(include_defaults=defaults)
 
 
