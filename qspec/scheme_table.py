@@ -322,7 +322,7 @@ def in_groups(scheme: LayerScheme, size: int) -> LayerScheme:
 
 def name_of(weight: TensorScheme, inputs: TensorScheme | None) -> str:
     """The field's name for formats that were read from elsewhere."""
-    found = next((row.name for row in SCHEMES.values() if row.means(weight, inputs)), None)
-    if found is None and weight.fmt.is_float and inputs is not None:
+    name = next((row.name for row in SCHEMES.values() if row.means(weight, inputs)), None)
+    if name is None and weight.fmt.is_float and inputs is not None:
         return "FP8"
-    return found or f"W{weight.fmt.bits}A{16 if inputs is None else inputs.fmt.bits}"
+    return name or f"W{weight.fmt.bits}A{16 if inputs is None else inputs.fmt.bits}"

@@ -344,6 +344,6 @@ def test_interpreters_without_a_usable_vllm(
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{program}\n", encoding="utf-8")
     python.chmod(0o755)
-    monkeypatch.setattr(vllm, "ASKED", 0.3 if "sleep" in program else 60.0)
+    monkeypatch.setattr(vllm, "PATIENCE", 0.3 if "sleep" in program else 60.0)
     assert re.search(said, _refused(capfd, *_serve(whole, python=str(python))))
     assert "is no interpreter" in _refused(capfd, *_serve(whole, python=str(tmp_path / "none")))

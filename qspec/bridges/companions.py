@@ -61,8 +61,8 @@ def companions(folder: Path) -> Companions:
 
 def notices(folder: Path) -> Companions:
     """Licences and notices alone, of a folder whose other files may belong to other models."""
-    found = _beside(folder, ()).files
-    return Companions({name: path for name, path in found.items() if name.upper().startswith(NOTICES)})
+    files = _beside(folder, ()).files
+    return Companions({name: path for name, path in files.items() if name.upper().startswith(NOTICES)})
 
 
 def _beside(folder: Path, own: Collection[str]) -> Companions:
@@ -81,8 +81,8 @@ def _beside(folder: Path, own: Collection[str]) -> Companions:
     left_out |= beyond
     files = dict[str, Path]()
     for name in sorted(kept):
-        if found := _packed(folder / name):
-            left_out[name] = found
+        if packed := _packed(folder / name):
+            left_out[name] = packed
         elif (new := SOURCE_CARD if name.lower() == CARD.lower() else name) in files:
             left_out[name] = f"its name is {new} already"
         else:

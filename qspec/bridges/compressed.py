@@ -128,10 +128,10 @@ def _described(folder: Path) -> _Description:
         if plan.resolve(arch.linears()) != resolved:
             raise SourceError(f"{folder}/{sidecar.NAME}", "has another plan than config.json", _AGAIN)
         _require_layers(plan.kv, arch)
-        found = {layer: scheme for layer, scheme in resolved.items() if scheme}
-        for layer, scheme in found.items():
+        quantized = {layer: scheme for layer, scheme in resolved.items() if scheme}
+        for layer, scheme in quantized.items():
             _require_groups(layer, scheme, arch.linear_shape(layer)[1])
-        return _Description(config, arch, found, plan, body)
+        return _Description(config, arch, quantized, plan, body)
 
 
 def _require_groups(layer: str, scheme: LayerScheme, columns: int) -> None:
@@ -150,17 +150,17 @@ def _require_layers(kv: KVScheme | None, arch: ArchMap) -> None:
 
 
 def _read(folder: Path) -> QuantizedModel:
-    told = _described(folder)
-    arch, plan, body = told.arch, told.plan, told.sidecar
+    described = _described(folder)
+    arch, plan, body = described.arch, described.plan, described.sidecar
     stored = _Reader(read_tensors(folder), folder)
-    linears = _Linears(arch, stored, told.schemes)
+    linears = _Linears(arch, stored, described.schemes)
     k_scale, v_scale, q_scale = (_read_kv(stored, arch, plan.kv, name) for name in _KV)
     return QuantizedModel(
         arch,
         stored.rest(arch, linears),
         linears,
         plan,
-        told.config,
+        described.config,
         hf.open_tokenizer(folder),
         body.get("source", {"model": str(folder)}),
         k_scale,
@@ -287,12 +287,12 @@ class _Reader:
         self._tensors, self._folder = tensors, folder
 
     def take(self, name: str) -> Tensor:
-        found = self.find(name)
-        if found is None:
+        tensor = self.find(name)
+        if tensor is None:
             raise SourceError(
                 f"{self._folder}: {name}", "config.json needs this tensor, but it is missing", "save again"
             )
-        return found
+        return tensor
 
     def find(self, name: str) -> Tensor | None:
         return self._tensors.get(name)

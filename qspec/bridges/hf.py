@@ -187,8 +187,8 @@ def open_trainable(folder: Path, arch: ArchMap) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     capped = {} if arch.attention_softcap is None else {"attn_implementation": "eager"}  # others leave the cap out
-    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **capped)
-    model: torch.nn.Module = found.eval()
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **capped)
+    model: torch.nn.Module = loaded.eval()
     return model
 
 

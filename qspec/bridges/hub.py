@@ -97,8 +97,8 @@ def _sizes(model: str, revision: str | None) -> dict[str, int]:
     from huggingface_hub import HfApi
 
     def ask() -> dict[str, int]:
-        found = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=10).siblings
-        return {file.rfilename: file.size or 0 for file in found or ()}
+        files = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=10).siblings
+        return {file.rfilename: file.size or 0 for file in files or ()}
 
     try:
         return _explained(model, revision, ask)

@@ -37,22 +37,22 @@ def tensor_shapes(arch: ArchMap) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_shapes(source: str, arch: ArchMap, found: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(source: str, arch: ArchMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse weights that lack a tensor, hold one too many, or one of another shape than `arch` says."""
-    expected = require_tensors(source, arch, found)
-    for name in found:
+    expected = require_tensors(source, arch, shapes)
+    for name in shapes:
         if name not in expected:
             raise SourceError(f"{source}: {name}", f"is no part of a {arch.model_type} model", USE_SUPPORTED)
 
 
-def require_tensors(source: str, arch: ArchMap, found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def require_tensors(source: str, arch: ArchMap, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Refuse weights that lack a tensor, or hold one of another shape than `arch` says; returns all those shapes."""
     expected = tensor_shapes(arch)
     for name, shape in expected.items():
-        if name not in found:
+        if name not in shapes:
             raise SourceError(f"{source}: {name}", f"a {arch.model_type} model needs this tensor", _GIVE_ALL)
-        if found[name] != shape:
-            rule = f"has shape {list(found[name])}, the config says {list(shape)}"
+        if shapes[name] != shape:
+            rule = f"has shape {list(shapes[name])}, the config says {list(shape)}"
             raise SourceError(f"{source}: {name}", rule, _GIVE_ALL)
     return expected
 
@@ -116,7 +116,7 @@ def stored_rows(arch: ArchMap, layer: str) -> tuple[int, int] | None:
 def stored_schemes(arch: ArchMap, resolved: Mapping[str, V]) -> dict[str, V | None]:
     """What linear layers have, by their names on disk; the routers, which are never quantized, have None."""
     routers = {stored_as(arch, router): None for router in arch.routers()}
-    return {stored_as(arch, layer): found for layer, found in resolved.items()} | routers
+    return {stored_as(arch, layer): scheme for layer, scheme in resolved.items()} | routers
 
 
 def stored_items(

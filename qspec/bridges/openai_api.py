@@ -77,12 +77,12 @@ class Api:
 
     def score(self, ids: Sequence[int]) -> list[tuple[float, float]]:
         """Log-probability of every token but the first, and of the likeliest one in its place."""
-        asked = {"prompt": list(ids), "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
-        found = self._ask("POST", "completions", asked)["choices"][0].get("logprobs")
-        if found is None or len(found["token_logprobs"]) < len(ids):
+        body = {"prompt": list(ids), "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+        logprobs = self._ask("POST", "completions", body)["choices"][0].get("logprobs")
+        if logprobs is None or len(logprobs["token_logprobs"]) < len(ids):
             raise SourceError(self.url, "tells no probabilities of a prompt (echo, logprobs)", "use another server")
-        likeliest = [max(top.values()) if top else None for top in found["top_logprobs"]]
-        pairs = zip(found["token_logprobs"][1 : len(ids)], likeliest[1 : len(ids)], strict=True)
+        likeliest = [max(top.values()) if top else None for top in logprobs["top_logprobs"]]
+        pairs = zip(logprobs["token_logprobs"][1 : len(ids)], likeliest[1 : len(ids)], strict=True)
         return [(chosen, chosen if best is None else best) for chosen, best in pairs]
 
     def complete(
@@ -91,17 +91,17 @@ class Api:
         """Greedy answer to tokens, or to a conversation. stop_ids: beyond the model's own (not in OpenAI's own API)."""
         own: dict[str, Any] = {"stop": list(stops)} if stops else {}
         own |= {"stop_token_ids": list(stop_ids)} if stop_ids else {}
-        path, asked = _question(prompt)
-        choice = self._ask("POST", path, {**asked, "max_tokens": most, "temperature": 0, **own})["choices"][0]
+        path, body = _question(prompt)
+        choice = self._ask("POST", path, {**body, "max_tokens": most, "temperature": 0, **own})["choices"][0]
         text = choice["text"] if path == "completions" else choice["message"]["content"]
         return Completion(text or "", choice.get("finish_reason") == "length")
 
     def stream(self, prompt: Sequence[int], most: int) -> Streamed:
         """Time a greedy answer of exactly `most` tokens (`ignore_eos`, where the server knows it)."""
-        asked = {"model": self.model, "prompt": list(prompt), "max_tokens": most, "temperature": 0, "ignore_eos": True}
-        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": most, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         begin, arrivals, tokens = perf_counter(), list[float](), None
-        with self._client.stream("POST", f"{self.url}/completions", json=asked) as reply:
+        with self._client.stream("POST", f"{self.url}/completions", json=body) as reply:
             if reply.is_error:
                 reply.read()
             self._raise(reply)
@@ -113,11 +113,11 @@ class Api:
             raise SourceError(self.url, "streamed no text", "check the server's log")
         return Streamed(tuple(arrivals), len(arrivals) if tokens is None else tokens)
 
-    def _ask(self, method: str, path: str, asked: Mapping[str, Any] | None = None) -> Any:
-        told, waits = (None, ()) if asked is None else ({"model": self.model, **asked}, WAITS)
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        content, waits = (None, ()) if body is None else ({"model": self.model, **body}, WAITS)
         for wait in (*waits, None):
             try:
-                reply = self._client.request(method, f"{self.url}/{path}", json=told)
+                reply = self._client.request(method, f"{self.url}/{path}", json=content)
             except self._lost as error:
                 if wait is None:
                     rule = f"does not answer ({_line(str(error)) or type(error).__name__})"

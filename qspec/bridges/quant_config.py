@@ -42,12 +42,12 @@ def encode(resolved: Resolved, kv: KVScheme | None, version: str) -> dict[str, A
     One scheme targets `Linear`; several target patterns only, because runtimes try a class name before the members
     of a merged layer. Raises `RecipeError` for a KV format that compressed-tensors cannot store.
     """
-    found = groups(resolved)
+    by_name = groups(resolved)
     scheme_kv = encode_kv(kv)
-    if not found and scheme_kv is None:
+    if not by_name and scheme_kv is None:
         return None
     every = list(resolved)
-    encoded = {name: _encode_group(*group, every, len(found) == 1) for name, group in found.items()}
+    encoded = {name: _encode_group(*group, every, len(by_name) == 1) for name, group in by_name.items()}
     formats = {group["format"] for group in encoded.values()}
     return {
         "config_groups": encoded,
@@ -118,20 +118,20 @@ def encode_transforms(down_hadamard: bool) -> dict[str, Any]:
 
 def decode_transforms(config: Mapping[str, Any]) -> bool:
     """Whether the input of `down_proj` is transformed; raises `SourceError` for other transforms at run time."""
-    found = [
+    ours = [
         (scheme, args)
         for scheme in config.get("config_groups", {}).values()
         for args in scheme["apply"]
         if args["location"] not in ("weight_input", "weight_output")
     ]
-    for scheme, args in found:
+    for scheme, args in ours:
         plain = (scheme["type"], bool(scheme.get("randomize")), scheme.get("head_dim")) == ("hadamard", False, None)
         down = all(target.replace("\\", "").endswith(("down_proj", "down_proj$")) for target in args["targets"])
         if not (plain and down and args["location"] == "input"):
             what = f"transform {scheme['type']} of {args['location']}, {', '.join(args['targets'])}"
             rule = "only the Hadamard transform of down_proj's input runs here"
             raise SourceError(what, rule, "quantize the float model again, with rotation: {r4: true} if wanted")
-    return bool(found)
+    return bool(ours)
 
 
 def canonical_plan(resolved: Resolved, kv: KVScheme | None) -> QuantPlan:
@@ -153,16 +153,16 @@ def canonical_plan(resolved: Resolved, kv: KVScheme | None) -> QuantPlan:
 def patterns(layers: Sequence[str], every: Sequence[str]) -> list[str]:
     """Targets that match exactly `layers` among `every`, under any prefix (a draft is loaded below `draft_model.`)."""
     wanted, known = _by_part(layers), _by_part(every)
-    found: dict[str, list[str]] = {}  # experts of the same pattern but for their number
+    by_pattern: dict[str, list[str]] = {}  # experts of the same pattern but for their number
     for part, numbers in wanted.items():
         expert, pattern = _EXPERT.search(part), _pattern(part, numbers, len(numbers) == len(known[part]))
         if expert:
             pattern = pattern.replace(re.escape(expert[0]), _EXPERTS)
-        found.setdefault(pattern, []).extend([expert[1]] if expert else [])
+        by_pattern.setdefault(pattern, []).extend([expert[1]] if expert else [])
     experts = {expert[1] for part in known if (expert := _EXPERT.search(part))}
     return [
         pattern.replace(_EXPERTS, rf"\.experts\.{_any_of(numbers, len(numbers) == len(experts))}\.")
-        for pattern, numbers in found.items()
+        for pattern, numbers in by_pattern.items()
     ]
 
 
@@ -170,8 +170,8 @@ def _by_part(layers: Sequence[str]) -> dict[str, list[str]]:
     """Layer numbers by what follows them; a layer outside the stack has none."""
     parts: dict[str, list[str]] = {}
     for layer in layers:
-        found = _LAYER.fullmatch(layer)
-        part, number = (found[2], [found[1]]) if found else (layer, [])
+        match = _LAYER.fullmatch(layer)
+        part, number = (match[2], [match[1]]) if match else (layer, [])
         parts.setdefault(part, []).extend(number)
     return parts
 

@@ -67,9 +67,9 @@ class FolderStore:
     def fetch(self, name: str, size: int, to: Path) -> None:
         """Copy a file of `size` bytes to `to`; one that is missing, or of another size, is refused unread."""
         with _explained(self.address, SourceError):
-            found = self._size(name)
-            if found != size:
-                rule = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            present = self._size(name)
+            if present != size:
+                rule = "is missing" if present is None else f"has {present} bytes instead of {size}"
                 raise SourceError(f"{self.address}/{name}", rule, "publish the pair again")
             self._fs.get_file(self._at(name), str(to))
 
@@ -134,9 +134,9 @@ class FolderStore:
             return None
 
     def _sizes(self) -> dict[str, int]:
-        found = self._fs.find(self._root, detail=True)
+        entries = self._fs.find(self._root, detail=True)
         start = len(self._root.rstrip("/")) + 1
-        return {path[start:]: facts["size"] for path, facts in found.items()}
+        return {path[start:]: facts["size"] for path, facts in entries.items()}
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -24,11 +24,11 @@ from qspec.schema.sidecar import NAME as NAME, VERSION, Sidecar
 
 def encode(model: QuantizedModel) -> str:
     """JSON text. Schemes are references to the config groups; one that no layer uses is not kept."""
-    found = groups(model.plan.resolve(model.arch.linears()))
-    by_scheme = {scheme: name for name, (scheme, _) in found.items()}
+    by_name = groups(model.plan.resolve(model.arch.linears()))
+    by_scheme = {scheme: name for name, (scheme, _) in by_name.items()}
     body = {
         "format_version": VERSION,
-        "schemes": {name: _encode_scheme(scheme) for name, (scheme, _) in found.items()},
+        "schemes": {name: _encode_scheme(scheme) for name, (scheme, _) in by_name.items()},
         "default": by_scheme.get(model.plan.default) if model.plan.default else None,
         "rules": [[r.match, by_scheme.get(r.scheme) if r.scheme else None] for r in model.plan.rules],
         "kv": _encode_kv(model.plan.kv),

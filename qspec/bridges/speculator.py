@@ -136,8 +136,8 @@ class _Reader:
 
     def ids(self, shape: SpeculatorShape) -> Tensor:
         """What the head can draft, `[D]`."""
-        found = self.tensor([_IDS], torch.Size([shape.draft_vocab]), (torch.int32, torch.int64))
-        return rising_ids(found, shape.vocab_size, f"{self._folder}: {_PREFIX}{_IDS}")
+        ids_D = self.tensor([_IDS], torch.Size([shape.draft_vocab]), (torch.int32, torch.int64))
+        return rising_ids(ids_D, shape.vocab_size, f"{self._folder}: {_PREFIX}{_IDS}")
 
     def codes(self, names: list[str], shape: torch.Size) -> QTensor | None:
         """INT8 codes and scales of a linear layer; None where it is stored in float."""
@@ -150,13 +150,13 @@ class _Reader:
     def tensor(self, names: list[str], shape: torch.Size, types: tuple[torch.dtype, ...] = _FLOATS) -> Tensor:
         """The first of `names` that is stored."""
         for name in names:
-            found = self._stored.get(_PREFIX + name)
-            if found is None:
+            tensor = self._stored.get(_PREFIX + name)
+            if tensor is None:
                 continue
-            if found.shape != shape or found.dtype not in types:
-                rule = f"has shape {tuple(found.shape)}, config.json says {tuple(shape)}"
-                if found.shape == shape:
-                    rule = f"is {found.dtype} in place of {' or '.join(map(str, types))}"
+            if tensor.shape != shape or tensor.dtype not in types:
+                rule = f"has shape {tuple(tensor.shape)}, config.json says {tuple(shape)}"
+                if tensor.shape == shape:
+                    rule = f"is {tensor.dtype} in place of {' or '.join(map(str, types))}"
                 raise SourceError(f"{self._folder}: {_PREFIX}{name}", rule, _FIX)
-            return found
+            return tensor
         raise SourceError(f"{self._folder}: {_PREFIX}{names[0]}", "is missing", _FIX)

@@ -116,12 +116,12 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / INDEX, *sorted(set(_indexed(folder / INDEX).values()))]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
     raise SourceError(
         str(folder),
-        "holds no safetensors weights" if not found else "holds several safetensors files and no index",
+        "holds no safetensors weights" if not files else "holds several safetensors files and no index",
         f"give a folder with {SINGLE} or {INDEX} (pickle files are never read)",
     )
 

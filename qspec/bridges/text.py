@@ -126,8 +126,8 @@ def cached_without_hub() -> Iterator[None]:
 def local_files(name: str) -> dict[str, Path]:
     """Files of a named data set on this machine: `test`, and `fewshot` if it has worked examples; {} when absent."""
     local = dataset(name).local
-    found = {"test": data_file(local.file), "fewshot": data_file(local.fewshot) if local.fewshot else None}
-    paths = {key: path for key, path in found.items() if path is not None}
+    files = {"test": data_file(local.file), "fewshot": data_file(local.fewshot) if local.fewshot else None}
+    paths = {key: path for key, path in files.items() if path is not None}
     return paths if "test" in paths and (local.fewshot is None or "fewshot" in paths) else {}
 
 
@@ -175,21 +175,21 @@ def calibration_rows(spec: CalibrationSpec, tokenizer: Tokenizer, seed: int) -> 
         starts = [(n + generator.random()) / count for n in range(count)]
         return texts[i].windows(starts, spec.length, tokenizer)
 
-    found: list[list[list[int]]] = [[] for _ in sources]
+    by_source: list[list[list[int]]] = [[] for _ in sources]
     weights = [data.weight for data in spec.data]
-    while [len(rows) for rows in found] != (shares := _shares(weights, most, spec.samples)):
+    while [len(rows) for rows in by_source] != (shares := _shares(weights, most, spec.samples)):
         for i, share in enumerate(shares):
-            if len(found[i]) != share:
-                found[i] = read(i, share)
-                most[i] = len(found[i]) if len(found[i]) < share else most[i]
+            if len(by_source[i]) != share:
+                by_source[i] = read(i, share)
+                most[i] = len(by_source[i]) if len(by_source[i]) < share else most[i]
     kind = "conversations" if spec.chat_template else f"rows of {spec.length} tokens"
-    held = ", ".join(f"{len(rows)} of {data.name}" for rows, data in zip(found, spec.data, strict=True))
-    if (total := sum(map(len, found))) < spec.samples:
+    held = ", ".join(f"{len(rows)} of {data.name}" for rows, data in zip(by_source, spec.data, strict=True))
+    if (total := sum(map(len, by_source))) < spec.samples:
         rule = f"the first half holds {total} {kind} ({held}), and {spec.samples} are asked for"
         raise SourceError("calibration data", rule, "ask for fewer or shorter ones, or add text")
     if short := [data.name for data, limit in zip(spec.data, most, strict=True) if limit < spec.samples]:
         log.warning("calibration data %s is short: the %d %s are %s", ", ".join(short), spec.samples, kind, held)
-    return [row for rows in found for row in rows]
+    return [row for rows in by_source for row in rows]
 
 
 def windows(name: str, count: int, length: int, tokenizer: Tokenizer) -> list[list[int]]:
@@ -198,11 +198,11 @@ def windows(name: str, count: int, length: int, tokenizer: Tokenizer) -> list[li
     Raises `SourceError` for a text that holds fewer, with how many it holds.
     """
     starts = [i / count for i in range(count)]
-    found = _Running.halves(_find(name))[1].windows(starts, length, tokenizer)
-    if len(found) < count:
-        rule = f"its second half holds {len(found)} windows of {length} tokens, and {count} are asked for"
+    windows = _Running.halves(_find(name))[1].windows(starts, length, tokenizer)
+    if len(windows) < count:
+        rule = f"its second half holds {len(windows)} windows of {length} tokens, and {count} are asked for"
         raise SourceError(f"held-out text {name}", rule, "ask for fewer or shorter ones, or add text")
-    return found
+    return windows
 
 
 def prompts(
@@ -389,20 +389,22 @@ class _Running:
         Where these do not all fit, they are taken evenly from all that the text holds, back to back; where there are
         fewer than `starts`, all of them.
         """
-        found, row = list[list[int]](), 0
+        windows, row = list[list[int]](), 0
         for start in starts:
             row = max(row, int(start * len(self.starts)))
             if row == len(self.starts) or (window := self._window(self.starts[row], length, tokenizer)) is None:
                 break
-            found.append(window[0])
+            windows.append(window[0])
             row = bisect_left(self.starts, window[1])
-        if len(found) == len(starts):
-            return found
-        found, at = [], 0
+        if len(windows) == len(starts):
+            return windows
+        windows, at = [], 0
         while (window := self._window(at, length, tokenizer)) is not None:
-            found.append(window[0])
+            windows.append(window[0])
             at = _next_word(self.text, window[1])
-        return [found[i * len(found) // len(starts)] for i in range(len(starts))] if len(found) > len(starts) else found
+        if len(windows) <= len(starts):
+            return windows
+        return [windows[i * len(windows) // len(starts)] for i in range(len(starts))]
 
     def _window(self, at: int, length: int, tokenizer: Tokenizer) -> tuple[list[int], int] | None:
         """`length` tokens from character `at` on, and the first character that is in none of them; None: too few."""
@@ -419,8 +421,8 @@ class _Running:
 
 def _next_word(text: str, at: int) -> int:
     """The first character behind white space from `at` on, or `at` where that is far: Chinese has none."""
-    found = _SPACE.search(text, at, at + 64)
-    return found.end() if found else at
+    space = _SPACE.search(text, at, at + 64)
+    return space.end() if space else at
 
 
 def _conversations(
@@ -432,11 +434,11 @@ def _conversations(
     generator: random.Random,
 ) -> list[list[int]]:
     """Rows as one exchange each, through the chat template, with the reference answer where there is one."""
-    found: list[list[int]] = []
+    conversations: list[list[int]] = []
     entry = source.entry
     for row in generator.sample(list(rows), len(rows)):
         user = _text(row, entry.prompt or source.fields)
-        if user and len(found) < samples:
+        if user and len(conversations) < samples:
             answer = tokenizer.encode(_text(row, entry.answer), special=False) if entry.answer else []
-            found.append([*tokenizer.chat([{"role": "user", "content": user}]), *answer][:length])
-    return found
+            conversations.append([*tokenizer.chat([{"role": "user", "content": user}]), *answer][:length])
+    return conversations

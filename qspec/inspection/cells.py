@@ -14,10 +14,10 @@ L = TypeVar("L", LayerView, StoredLayer)
 
 def by_key(layers: Iterable[L], key: Callable[[L], object]) -> dict[str, list[L]]:
     """Layers by key, in order of first appearance."""
-    found: dict[object, list[L]] = {}
+    groups: dict[object, list[L]] = {}
     for layer in layers:
-        found.setdefault(key(layer), []).append(layer)
-    return {str(name): members for name, members in found.items()}
+        groups.setdefault(key(layer), []).append(layer)
+    return {str(name): members for name, members in groups.items()}
 
 
 def part(layer: LayerView | StoredLayer) -> str:
@@ -33,8 +33,8 @@ def heads(name: str) -> tuple[str, str, str]:
 
 
 def trio(values: Iterable[float], text: Callable[[float], str] = number) -> tuple[str, str, str]:
-    found: Extent = extent(values)
-    return (text(found.min), text(found.median), text(found.max))
+    bounds: Extent = extent(values)
+    return (text(bounds.min), text(bounds.median), text(bounds.max))
 
 
 def two_places(value: float) -> str:
@@ -52,7 +52,7 @@ def joined(items: Iterable[object]) -> str:
 
 def chart(caption: str, values: dict[str, list[float]], mark: float | None = None, axis: str = "") -> Bars:
     """A bar per kind: the median over its layers, a line from the least to the greatest."""
-    spread = {kind: extent(found) for kind, found in values.items()}
+    spread = {kind: extent(group) for kind, group in values.items()}
     bars = tuple(Bar(kind, s.median, number(s.median), (s.min, s.max)) for kind, s in spread.items())
     return Bars(caption, bars, mark, axis)
 

@@ -157,9 +157,9 @@ def _layer(model: LoadedModel, name: str, stats: LayerStats | None) -> LayerView
 
 
 def _distribution(x: Tensor, amax_K: Tensor) -> Distribution:
-    amax, found = tensor_amax(amax_K), int(outlier_channels(amax_K).sum())
+    amax, outliers = tensor_amax(amax_K), int(outlier_channels(amax_K).sum())
     lost = int(((amax_K > 0) & (amax_K < amax / INT8.qmax / 2)).sum())
-    return Distribution(float(amax), kurtosis(x), amax_K.numel(), found, lost)
+    return Distribution(float(amax), kurtosis(x), amax_K.numel(), outliers, lost)
 
 
 def _cost(w_NK: Tensor, name: str, group: int | None) -> float:
@@ -182,8 +182,8 @@ def _key_bias(model: LoadedModel, layer: str) -> KeyBias:
     norm_K = model.tensors[f"{layer.rpartition('.self_attn.')[0]}.input_layernorm.weight"].float()
     w_NK = model.tensors[f"{layer}.weight"].float() * (norm_K + model.arch.norm_offset)
     weights = median(w_NK.norm(dim=1))
-    found = (bias_N > OUTLIER_RATIO * weights).reshape(heads, -1).sum(1)
-    return KeyBias(layer, weights, _floats(bias_N.reshape(heads, -1).amax(1)), tuple(int(n) for n in found))
+    biased = (bias_N > OUTLIER_RATIO * weights).reshape(heads, -1).sum(1)
+    return KeyBias(layer, weights, _floats(bias_N.reshape(heads, -1).amax(1)), tuple(int(n) for n in biased))
 
 
 def _floats(values: Tensor | Sequence[float]) -> tuple[float, ...]:

@@ -69,7 +69,7 @@ def _formats(layer: StoredLayer) -> tuple[str, str, str]:
 def _input_table(layers: Iterable[StoredLayer]) -> Table:
     kinds = by_key([x for x in layers if x.input_scale is not None], part)
     rows = tuple(
-        (kind, str(len(found)), *trio(x.input_scale for x in found if x.input_scale)) for kind, found in kinds.items()
+        (kind, str(len(group)), *trio(x.input_scale for x in group if x.input_scale)) for kind, group in kinds.items()
     )
     return Table("Stored scales of layer inputs", ("", "layers", *heads("input scale")), rows)
 
@@ -128,7 +128,7 @@ def charts(view: PairView) -> list[Block]:
         bars = tuple(Bar(kind, float(total), size(total)) for kind, total in stored.items())
         blocks += [Heading(f"{half.name}: charts"), Bars("Bytes by kind of layer", bars, axis="bytes")]
         shares = {k: [100 * x.saturated for x in v if x.saturated is not None] for k, v in kinds.items()}
-        saturated = {kind: found for kind, found in shares.items() if found}
+        saturated = {kind: share for kind, share in shares.items() if share}
         blocks.append(chart("Saturated codes, % (median; line: all layers)", saturated, axis="%"))
         if half.kv is not None and half.kv.origin != "at run time":
             blocks.append(by_layer("Largest key that a layer's scale can hold", [x.amax for x in half.kv.keys]))

@@ -157,36 +157,36 @@ def _turn(target: Decoder | NativeDecoder, start: list[int], tokens: int) -> _Tu
     return _Turn(rate, plain_ms, _ms(run), seconds)
 
 
-def as_data(found: Profile) -> dict[str, Any]:
-    return asdict(found) | {"of_ceiling": found.of_ceiling}
+def as_data(profile: Profile) -> dict[str, Any]:
+    return asdict(profile) | {"of_ceiling": profile.of_ceiling}
 
 
-def document(found: Profile, name: str) -> Document:
+def document(profile: Profile, name: str) -> Document:
     """The profile as a page for the terminal."""
     rows = tuple(
-        (p.name, number(p.ms), percent(p.share), size(p.bytes) if p.bytes else "", _times(p)) for p in found.parts
+        (p.name, number(p.ms), percent(p.share), size(p.bytes) if p.bytes else "", _times(p)) for p in profile.parts
     )
     columns = ("part", "ms/token", "share", "reads", "times its floor")
     caption = (
-        f"{found.tokens} tokens behind {found.prompt_tokens}, medians and ranges of {TURNS} turns, {found.engine}. "
-        f"Floor: the stored bytes over {size(found.bandwidth)}/s, the best memory read beside the turns; what is "
-        f"below 1× in every turn was read faster, as from a cache. Timers added {percent(found.timers)}."
+        f"{profile.tokens} tokens behind {profile.prompt_tokens}, medians and ranges of {TURNS} turns, "
+        f"{profile.engine}. Floor: the stored bytes over {size(profile.bandwidth)}/s, the best memory read beside the "
+        f"turns; what is below 1× in every turn was read faster, as from a cache. Timers added {percent(profile.timers)}."
     )
-    s = found.speculation
+    s = profile.speculation
     ceiling = (
-        f"Plain decoding takes {number(found.plain_ms)} ms per token, {_share(found.of_ceiling)} of the ceiling of "
-        f"{number(found.ceiling_tokens_s)} tokens/s ({size(found.bytes_per_token)} per token)."
+        f"Plain decoding takes {number(profile.plain_ms)} ms per token, {_share(profile.of_ceiling)} of the ceiling of "
+        f"{number(profile.ceiling_tokens_s)} tokens/s ({size(profile.bytes_per_token)} per token)."
     )
     drafting = (("drafting", s.draft_ms), ("verification", s.verify_ms), ("bookkeeping", s.other_ms))
     whole = sum(ms for _, ms in drafting) or 1.0
     shares = tuple((part, number(ms), percent(ms / whole)) for part, ms in drafting)
-    told = f"{number(s.tokens_per_step)} tokens per step, {number(s.speedup)}× plain decoding."
+    summary = f"{number(s.tokens_per_step)} tokens per step, {number(s.speedup)}× plain decoding."
     blocks: tuple[Block, ...] = (
         Paragraph(ceiling),
         Heading("Plain decoding"),
         Table(caption, columns, rows),
         Heading("With drafts"),
-        Table(told, ("part", "ms/token", "share"), shares),
+        Table(summary, ("part", "ms/token", "share"), shares),
     )
     return Document(f"{name}: where the time goes", "", blocks)
 

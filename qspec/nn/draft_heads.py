@@ -35,8 +35,8 @@ class EagerHeads:
             state_BI, logits_BD = self._head.advance(i, state_BI, tokens_B)
             logits_BD = logits_BD[:, : self._known]
             probs_B, best_B = logits_BD.softmax(-1).max(-1)
-            told = zip(numbers, best_B.tolist(), probs_B.tolist(), logits_BD.split(1), strict=True)
-            places = [choose(*one) for one in told]
+            drafts = zip(numbers, best_B.tolist(), probs_B.tolist(), logits_BD.split(1), strict=True)
+            places = [choose(*one) for one in drafts]
             on = [row for row, place in enumerate(places) if place is not None]
             if not on:
                 return
@@ -49,9 +49,9 @@ class EagerHeads:
         paths_PK, scores_P = torch.empty(1, 0, dtype=torch.long), torch.zeros(1)
         for i, width in enumerate(widths):
             state, logits_PD = self._head.advance(i, state, tokens_P)
-            found_PW, drawn_PW = logits_PD[:, : self._known].log_softmax(-1).topk(width)
+            scores_PW, drawn_PW = logits_PD[:, : self._known].log_softmax(-1).topk(width)
             tokens_P = self._ids_D[drawn_PW.flatten()]
-            scores_P = (scores_P[:, None] + found_PW).flatten()
+            scores_P = (scores_P[:, None] + scores_PW).flatten()
             state, paths_PK = (x.repeat_interleave(width, 0) for x in (state, paths_PK))
             paths_PK = torch.cat([paths_PK, tokens_P[:, None]], 1)
         return paths_PK, scores_P

@@ -44,10 +44,10 @@ def open_decoder(
 
 
 def _runs_on_cuda(model: LoadedModel | QuantizedModel) -> bool:
-    found = cuda_obstacle(model)
-    if found is not None:
-        _warn_once(f"{model.arch.model_type} runs on the CPU, the engine for CUDA does not take it: {found}")
-    return found is None
+    obstacle = cuda_obstacle(model)
+    if obstacle is not None:
+        _warn_once(f"{model.arch.model_type} runs on the CPU, the engine for CUDA does not take it: {obstacle}")
+    return obstacle is None
 
 
 def native_obstacle(
@@ -65,10 +65,10 @@ def settings_obstacle(dtype: torch.dtype, kernels: Kernels) -> str | None:
 
 
 def _missing() -> str | None:
-    found = NativeDecoder.missing()
-    if found is not None:
-        _warn_once(f"models run on torch's kernels, several times slower: {found}")
-    return found
+    missing = NativeDecoder.missing()
+    if missing is not None:
+        _warn_once(f"models run on torch's kernels, several times slower: {missing}")
+    return missing
 
 
 @lru_cache

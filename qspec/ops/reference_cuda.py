@@ -167,16 +167,16 @@ def verify_sampling(
     if draft_probs_BKV is not None:
         stands_BK = (stands_BK / draft_probs_BKV.gather(-1, token_BK1)[..., 0].double()).clamp(max=1.0)
     accepted_B = _leading(uniforms_BR[:, :k] < stands_BK)
-    law_BV = _row(probs_BRV, accepted_B)
+    rejected_BV = _row(probs_BRV, accepted_B)
     if k:
         row_B = accepted_B.clamp(max=k - 1)
         if draft_probs_BKV is None:
-            rest_BV = law_BV.scatter(-1, drafts_BK.gather(1, row_B[:, None]), 0.0)
+            rest_BV = rejected_BV.scatter(-1, drafts_BK.gather(1, row_B[:, None]), 0.0)
         else:
-            rest_BV = (law_BV - _row(draft_probs_BKV, row_B)).clamp(min=0.0)
+            rest_BV = (rejected_BV - _row(draft_probs_BKV, row_B)).clamp(min=0.0)
         replaced_B1 = (accepted_B < k)[:, None] & (rest_BV.sum(-1, keepdim=True) > 0)
-        law_BV = torch.where(replaced_B1, rest_BV, law_BV)
-    return accepted_B.int(), sample(law_BV, uniforms_BR[:, k])
+        rejected_BV = torch.where(replaced_B1, rest_BV, rejected_BV)
+    return accepted_B.int(), sample(rejected_BV, uniforms_BR[:, k])
 
 
 def sample_rows(

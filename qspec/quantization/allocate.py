@@ -62,10 +62,10 @@ def solve(scores: Scores, spec: QuantSpec, plan: QuantPlan, arch: ArchMap) -> So
     if [unit.layers for unit in scores.units] != units or scores.basis.candidates != spec.mixed.candidates:
         rule = "are of other layers or candidates than the recipe leaves open"
         raise RecipeError("sensitivity scores", rule, "measure them again")
-    found = sizes(units, candidate_schemes(spec), plan, arch, scores.basis.width)
-    budget = found.budget(spec.mixed)
+    table = sizes(units, candidate_schemes(spec), plan, arch, scores.basis.width)
+    budget = table.budget(spec.mixed)
     errors = [unit.errors for unit in scores.units]
-    return Solution(scores, found, tuple(allocate(found.units, errors, budget - found.fixed)))
+    return Solution(scores, table, tuple(allocate(table.units, errors, budget - table.fixed)))
 
 
 def best_uniform(solution: Solution, most: int) -> Solution | None:
@@ -85,19 +85,19 @@ def assumed_plan(spec: QuantSpec, plan: QuantPlan, arch: ArchMap, width: int) ->
     for uniform in candidate_plans(spec).values():
         resolve_plan(uniform, arch)
     units, candidates = open_units(plan, arch), candidate_schemes(spec)
-    found = sizes(units, candidates, plan, arch, width)
-    budget = found.budget(spec.mixed)
+    table = sizes(units, candidates, plan, arch, width)
+    budget = table.budget(spec.mixed)
     noise = [0.0 if scheme is None else 4.0**-scheme.weight.fmt.bits for scheme in candidates.values()]
     errors = [[sum(n_weights(layer, arch) for layer in unit) * each for each in noise] for unit in units]
-    chosen = allocate(found.units, errors, budget - found.fixed)
+    chosen = allocate(table.units, errors, budget - table.fixed)
     return _rules(dict(zip(candidates.values(), _members(units, chosen, len(noise)), strict=True)), plan, arch)
 
 
 def _members(units: Sequence[tuple[str, ...]], chosen: Sequence[int], candidates: int) -> list[list[str]]:
-    found: list[list[str]] = [[] for _ in range(candidates)]
+    members: list[list[str]] = [[] for _ in range(candidates)]
     for unit, c in zip(units, chosen, strict=True):
-        found[c].extend(unit)
-    return found
+        members[c].extend(unit)
+    return members
 
 
 def _rules(members: dict[LayerScheme | None, list[str]], plan: QuantPlan, arch: ArchMap) -> QuantPlan:
@@ -115,10 +115,10 @@ def _rules(members: dict[LayerScheme | None, list[str]], plan: QuantPlan, arch: 
 
 def _notes(solution: Solution, spec: MixedSpec, candidates: Sequence[LayerScheme | None]) -> list[str]:
     labels = [scheme_label(scheme) for scheme in candidates]
-    asked = f"{spec.bits:g} bits a weight" if spec.bits is not None else f"{spec.megabytes:g} MB"
+    budget = f"{spec.bits:g} bits a weight" if spec.bits is not None else f"{spec.megabytes:g} MB"
     counts = ", ".join(f"{label} in {len(layers)}" for label, layers in zip(labels, solution.members(), strict=True))
     notes = [
-        f"Mixed precision: {asked} allowed, {solution.bits:.3f} bits a weight taken ({size(solution.bytes)}, scales "
+        f"Mixed precision: {budget} allowed, {solution.bits:.3f} bits a weight taken ({size(solution.bytes)}, scales "
         f"included); layers: {counts}.",
     ]
     sentence = f"Mixed precision: expected error {number(solution.error)} (metric {spec.metric}, summed)"

@@ -136,13 +136,13 @@ def choose(model: LoadedModel, stats: LayerStats, plan: QuantPlan, spec: QuantSp
 def decide(model: LoadedModel, stats: LayerStats, plan: QuantPlan, spec: QuantSpec) -> list[Decision]:
     """Every decision that `spec` leaves to data, in forward order; each is logged."""
     resolved = plan.resolve(model.arch.linears())
-    found = []
+    decisions = []
     for units in _decisions(model.arch, resolved):
         scheme = resolved[units[0][0]]
         variants = [] if scheme is None else _variants(scheme, spec)
         if scheme is not None and len(variants) > 1:
-            found.append(_decide(model, stats, units, scheme, variants, spec))
-    return found
+            decisions.append(_decide(model, stats, units, scheme, variants, spec))
+    return decisions
 
 
 def decided(plan: QuantPlan, arch: ArchMap, decisions: Sequence[Decision]) -> QuantPlan:
@@ -311,9 +311,9 @@ def _format_notes(decisions: Sequence[Decision]) -> Iterator[str]:
         return
     weights = [(d.scheme.weight.fmt, d.weight) for d in known]
     inputs = [(d.scheme.activation.fmt, d.input) for d in known if d.scheme.activation is not None]
-    for what, found in (("weights", weights), ("inputs", inputs)):
-        wide = [profile for fmt, profile in found if fmt == FP8_E5M2 and profile is not None]
-        rest = [profile for fmt, profile in found if fmt == FP8_E4M3 and profile is not None]
+    for what, formats in (("weights", weights), ("inputs", inputs)):
+        wide = [profile for fmt, profile in formats if fmt == FP8_E5M2 and profile is not None]
+        rest = [profile for fmt, profile in formats if fmt == FP8_E4M3 and profile is not None]
         yield f"FP8 formats, {what}: E4M3 in {len(rest)} decisions{_middle(rest)}, E5M2 in {len(wide)}{_middle(wide)}."
 
 

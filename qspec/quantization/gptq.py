@@ -119,13 +119,13 @@ def _inputs(
 ) -> dict[str, _Inputs]:
     """Inputs of `members` by name, while what is `done` of the piece is quantized; the KV cache as it will run."""
     decoder = _decoder(replace(done, tensors=piece.tensors), states)
-    held_out, found = range(len(states))[HELD_OUT], dict[str, _Inputs]()
+    held_out, inputs = range(len(states))[HELD_OUT], dict[str, _Inputs]()
     for row, state_TK in enumerate(states):
         for layer, x_TK in _observed(decoder, members, state_TK).items():
             linear = members[layer]
             read = x_TK if linear.activation is None else fake_quantize(x_TK, linear.activation, linear.input_scale)
-            found.setdefault(layer, _Inputs(x_TK.shape[1])).add(read, row in held_out)
-    return found
+            inputs.setdefault(layer, _Inputs(x_TK.shape[1])).add(read, row in held_out)
+    return inputs
 
 
 def _observed(decoder: Decoder, members: Container[str], x_TK: Tensor) -> dict[str, Tensor]:

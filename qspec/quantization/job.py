@@ -126,8 +126,8 @@ def _quantized(
                 return sensitivity(*measured, text.progress).model_dump(mode="json")
 
         scores = Scores.model_validate(Kept(work).value("sensitivity", basis(*measured).model_dump(), score))
-        plan, said = allocate_plan(scores, spec, plan, model.arch)
-        notes += said
+        plan, decided = allocate_plan(scores, spec, plan, model.arch)
+        notes += decided
     if plan.kv is not None and plan.kv.open:
         here = device if _holds(device, model) else CPU
         with at_work(here):
@@ -156,7 +156,7 @@ def quantized_half(
 ) -> Path:
     """The folder of a half: made below `folder`, unless it was made there of the same model with the same settings."""
     dtype, work = stored_dtype(recipe, model), folder / f"{name}.work"
-    told = [part.model_dump(mode="json") for part in (spec, recipe.fusion, recipe.calibration)]
+    sections = [part.model_dump(mode="json") for part in (spec, recipe.fusion, recipe.calibration)]
     beside = {name: sha256_file(path) for name, path in model.files.items()}
 
     def make(part: Path) -> None:
@@ -164,7 +164,7 @@ def quantized_half(
         device = gpu_for(recipe.device) or CPU
         compressed.write(quantize_model(model, spec, recipe.fusion, text, work, dtype, device), part, dtype)
 
-    settings = [told, recipe.seed, str(dtype), model.arch.n_layers, dict(model.source), beside]
-    found = Kept(folder).entry(name, settings, make)
+    settings = [sections, recipe.seed, str(dtype), model.arch.n_layers, dict(model.source), beside]
+    entry = Kept(folder).entry(name, settings, make)
     shutil.rmtree(work, ignore_errors=True)
-    return found.folder
+    return entry.folder

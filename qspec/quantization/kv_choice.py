@@ -71,19 +71,19 @@ def choose_kv(
         stats = calibrate(model, rows)
     sample = sampled(rows, metric)
     open_kvs = _alternatives(plan.kv)
-    found, count = [list[LayerError]() for _ in open_kvs], model.arch.n_layers + 1
+    layers, count = [list[LayerError]() for _ in open_kvs], model.arch.n_layers + 1
     measured = judged_pieces(model, sample, metric)
     for piece, states, _, judge in (progress or Progress(quiet=True)).track(measured, "kv", count, "layers"):
         for layer in piece.arch.layers:
             channels = _outlying_channels(piece, layer, states)
-            for kv, errors in zip(open_kvs, found, strict=True):
+            for kv, errors in zip(open_kvs, layers, strict=True):
                 errors.append(LayerError(layer, _errors(piece, states, kv, stats, judge), channels))
-    which, notes = _granularity(open_kvs, found, MOST[metric])
-    kv, decided = decide(open_kvs[which], found[which], MOST[metric])
+    which, notes = _granularity(open_kvs, layers, MOST[metric])
+    kv, decided = decide(open_kvs[which], layers[which], MOST[metric])
     unit = "KL in nats" if metric == "kl" else "relative change of a layer's output"
-    told = f"KV choices were measured on {sum(map(len, sample))} tokens ({unit})."
+    basis = f"KV choices were measured on {sum(map(len, sample))} tokens ({unit})."
     whole = all(kv.skips(layer_number(layer)) for layer in model.arch.layers)
-    return replace(plan, kv=None if whole else kv), (*notes, *decided, told)
+    return replace(plan, kv=None if whole else kv), (*notes, *decided, basis)
 
 
 def _errors(
@@ -104,7 +104,7 @@ def _errors(
     return errors
 
 
-def decide(kv: KVScheme, found: Sequence[LayerError], most: float = MOST["kl"]) -> tuple[KVScheme, tuple[str, ...]]:
+def decide(kv: KVScheme, errors: Sequence[LayerError], most: float = MOST["kl"]) -> tuple[KVScheme, tuple[str, ...]]:
     """The scheme with what the errors of all layers say, and notes. Ties stay calibrated.
 
     most: what layers in codes may cost together where `skip_layers` is to be found.
@@ -112,16 +112,16 @@ def decide(kv: KVScheme, found: Sequence[LayerError], most: float = MOST["kl"]) 
     notes: list[str] = []
     cast: tuple[int, ...] = ()
     if kv.stored and kv.scales == "auto":
-        cast = tuple(layer_number(x.layer) for x in found if x.errors["cast"] < x.errors["calibrated"])
-        notes.append(f"KV scales: 1.0 (cast) in {len(cast)} of {len(found)} layers, calibrated in the others.")
-    least = {x.layer: x.least for x in found}
+        cast = tuple(layer_number(x.layer) for x in errors if x.errors["cast"] < x.errors["calibrated"])
+        notes.append(f"KV scales: 1.0 (cast) in {len(cast)} of {len(errors)} layers, calibrated in the others.")
+    least = {x.layer: x.least for x in errors}
     skipped = kv.skip_layers
     if skipped == "auto":
         in_float = _in_float(least, most)
         skipped = tuple(sorted(map(layer_number, in_float)))
-        which = ", ".join(f"{layer_number(x.layer)} ({x.least:.2g})" for x in found if x.layer in in_float)
+        which = ", ".join(f"{layer_number(x.layer)} ({x.least:.2g})" for x in errors if x.layer in in_float)
         notes.append(f"KV in float: {f'layers {which}' if which else 'no layer'}; {_sums(least, in_float, most)}.")
-    outliers = {x.layer: x.channels for x in found if x.channels}
+    outliers = {x.layer: x.channels for x in errors if x.channels}
     if outliers:
         notes.append(f"Key channels above {CHANNEL_RATIO:g} times the median: {listed_channels(outliers)}.")
     scales = "calibrated" if kv.scales == "auto" else kv.scales
@@ -135,18 +135,18 @@ def _alternatives(kv: KVScheme) -> list[KVScheme]:
 
 
 def _granularity(
-    open_kvs: Sequence[KVScheme], found: Sequence[Sequence[LayerError]], most: float
+    open_kvs: Sequence[KVScheme], layers: Sequence[Sequence[LayerError]], most: float
 ) -> tuple[int, tuple[str, ...]]:
     """Which of several schemes to take: the first that costs at most `most`, else the cheapest; and a note."""
     costs = [
         sum(x.least for x in errors if not kv.skips(layer_number(x.layer)))
-        for kv, errors in zip(open_kvs, found, strict=True)
+        for kv, errors in zip(open_kvs, layers, strict=True)
     ]
     if len(costs) == 1:
         return 0, ()
     which = next((i for i, cost in enumerate(costs) if cost <= most), costs.index(min(costs)))
-    told = ", ".join(f"{kv.granularity} {cost:.2g}" for kv, cost in zip(open_kvs, costs, strict=True))
-    return which, (f"KV granularity: {open_kvs[which].granularity}, of {told} (layers added; at most {most:g}).",)
+    shown = ", ".join(f"{kv.granularity} {cost:.2g}" for kv, cost in zip(open_kvs, costs, strict=True))
+    return which, (f"KV granularity: {open_kvs[which].granularity}, of {shown} (layers added; at most {most:g}).",)
 
 
 def _in_float(least: Mapping[str, float], most: float) -> set[str]:

@@ -49,7 +49,7 @@ def kv_scales(arch: ArchMap, kv: KVScheme | None, stats: LayerStats | None, note
 
 def key_biases(model: LoadedModel, kv: KVScheme | None, stats: LayerStats | None) -> tuple[str, ...]:
     """A note on layers whose largest keys are the bias of some `k_proj` channels (Qwen2), under stored scales."""
-    found = {}
+    biases = {}
     if kv is None or stats is None or not kv.parts[0].stored:
         return ()
     for name, k_amax_H in stats.k_amax_H.items():
@@ -57,20 +57,20 @@ def key_biases(model: LoadedModel, kv: KVScheme | None, stats: LayerStats | None
         if bias is not None:
             size = bias.float().abs()
             if channels := (size >= BIAS_SHARE * k_amax_H.amax()).nonzero().flatten().tolist():
-                found[name] = channels
-    if not found:
+                biases[name] = channels
+    if not biases:
         return ()
     why = "rounding keys of that size can change scores by more than the others say: see kv.granularity: auto"
-    return (f"Key outliers from k_proj.bias: {listed_channels(found)}; {why}.",)
+    return (f"Key outliers from k_proj.bias: {listed_channels(biases)}; {why}.",)
 
 
-def listed_channels(found: Mapping[str, Sequence[int]], most: int = 8) -> str:
+def listed_channels(by_layer: Mapping[str, Sequence[int]], most: int = 8) -> str:
     """`layer 0 (channels 3, 67)` for each, at most `most` of both."""
     texts = []
-    for name, channels in list(found.items())[:most]:
+    for name, channels in list(by_layer.items())[:most]:
         rest = f" and {len(channels) - most} more" if len(channels) > most else ""
         texts.append(f"layer {layer_number(name)} (channels {', '.join(map(str, channels[:most]))}{rest})")
-    return ", ".join(texts) + (f" and {len(found) - most} more layers" if len(found) > most else "")
+    return ", ".join(texts) + (f" and {len(by_layer) - most} more layers" if len(by_layer) > most else "")
 
 
 def largest_seen(layer: str, seen: Mapping[str, Tensor], otherwise: float) -> tuple[Tensor, str]:

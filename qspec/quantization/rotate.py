@@ -169,8 +169,8 @@ def prepare(model: LoadedModel, spec: QuantSpec, seed: int) -> tuple[LoadedModel
         notes.append(f"The head was tied to the embedding and is a matrix of its own now: {size / 1e6:,.1f} M weights.")
         model = untied(model)
     if spec.rotation is not None:
-        model, said = rotate(model, spec.rotation, seed)
-        notes += said
+        model, done = rotate(model, spec.rotation, seed)
+        notes += done
     return model, notes
 
 

@@ -63,8 +63,8 @@ def sensitivity(
     units, candidates = open_units(build_plan(spec), model.arch), candidate_schemes(spec)
     errors = dict[Unit, tuple[float, ...]]()
     count = model.arch.n_layers + 1
-    found = judged_pieces(model, sampled(rows, spec.mixed.metric), spec.mixed.metric)
-    for piece, states, stats, judge in (progress or Progress(quiet=True)).track(found, "sensitivity", count, "layers"):
+    judged = judged_pieces(model, sampled(rows, spec.mixed.metric), spec.mixed.metric)
+    for piece, states, stats, judge in (progress or Progress(quiet=True)).track(judged, "sensitivity", count, "layers"):
         own = set(piece.arch.linears())
         here = [unit for unit in units if unit[0] in own]
         errors |= _score(piece, states, stats, here, candidates, judge)
@@ -148,7 +148,7 @@ def _score(
                 replace(rounded, linears=alone, tensors=piece.tensors), max_length=longest(states)
             )
             errors[unit].append(judge(passed([decoder], states)))
-    return {unit: tuple(found) for unit, found in errors.items()}
+    return {unit: tuple(costs) for unit, costs in errors.items()}
 
 
 def _rounded(
@@ -176,8 +176,8 @@ def _relative(exact: Sequence[Tensor]) -> Judge:
     """Squared change over squared size: mean over tokens, plus mean over channels."""
     size_TK = torch.cat(list(exact)).square()
 
-    def judge(found: Sequence[Tensor]) -> float:
-        change_TK = torch.cat([y_TK - x_TK for x_TK, y_TK in zip(exact, found, strict=True)]).square()
+    def judge(outputs: Sequence[Tensor]) -> float:
+        change_TK = torch.cat([y_TK - x_TK for x_TK, y_TK in zip(exact, outputs, strict=True)]).square()
         return sum(_mean_share(change_TK.sum(over), size_TK.sum(over)) for over in (0, 1))
 
     return judge
@@ -190,8 +190,8 @@ def _mean_share(change: Tensor, size: Tensor) -> float:
 def _divergence(rest: Sequence[Decoder], logits: Sequence[Tensor]) -> Judge:
     """KL divergence of the final logits, nats per token, once the rest of the model has run."""
 
-    def judge(found: Sequence[Tensor]) -> float:
-        pairs = zip(logits, passed(rest, found), strict=True)
-        return float(torch.cat([kl_divergence(exact_TV, found_TV) for exact_TV, found_TV in pairs]).mean())
+    def judge(outputs: Sequence[Tensor]) -> float:
+        pairs = zip(logits, passed(rest, outputs), strict=True)
+        return float(torch.cat([kl_divergence(exact_TV, quantized_TV) for exact_TV, quantized_TV in pairs]).mean())
 
     return judge

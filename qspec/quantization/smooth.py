@@ -168,10 +168,10 @@ def _smooth_pair(
     if strength == "auto":
         tried = [step / spec.grid for step in range(spec.grid)]
         whole_NK = torch.cat(work.weights(rounded[:: -(-len(rounded) // SEARCHED)]))
-        found, _ = search_strength(work.inputs[pair.readers[0]], [whole_NK], amax_K, _fake_quant(scheme), tried)
-        if found is None:
+        best, _ = search_strength(work.inputs[pair.readers[0]], [whole_NK], amax_K, _fake_quant(scheme), tried)
+        if best is None:
             return None
-        strength = found
+        strength = best
     w_amax_K = _over_repeats(weights_amax(work.weights(rounded)), pair.repeats, work.arch.head_dim)
     _apply(work, pair, smoothing_scale(amax_K, w_amax_K, strength))
     return strength

@@ -40,11 +40,11 @@ class Sizes:
 
     def budget(self, spec: MixedSpec) -> int:
         """Bytes that `spec` allows. Raises `RecipeError` where no plan reaches it, or every plan stays below it."""
-        asked = spec.bits is not None
+        by_bits = spec.bits is not None
         allowed = spec.bits * self.weights / 8 if spec.bits is not None else (spec.megabytes or 0) * 1e6
         if not self.least <= math.floor(allowed) <= self.most:
             value = f"mixed.bits {spec.bits:g}" if spec.bits is not None else f"mixed.megabytes {spec.megabytes:g}"
-            ends = [f"{self.bits(n):.3f}" if asked else f"{n / 1e6:.3f}" for n in (self.least, self.most)]
+            ends = [f"{self.bits(n):.3f}" if by_bits else f"{n / 1e6:.3f}" for n in (self.least, self.most)]
             rule = f"{' and '.join(spec.candidates)} reach {ends[0]} to {ends[1]}"
             raise RecipeError(value, rule, "give a budget in that range, or other candidates")
         return math.floor(allowed)

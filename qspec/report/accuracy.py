@@ -48,8 +48,8 @@ def accuracy_blocks(accuracy: Accuracy) -> list[Block]:
     return [Heading("Accuracy"), *([Paragraph(DETECTABLE), *blocks] if blocks else [Paragraph("Not measured.")])]
 
 
-def _fidelity(found: Fidelity) -> Table:
-    measurements = found.measurements()
+def _fidelity(fidelity: Fidelity) -> Table:
+    measurements = fidelity.measurements()
     rows = tuple((m.metric, number(m.value), *_sure(m), m.unit, count(m.n)) for m in measurements)
     caption = f"Fidelity to the original on held-out text ({conditions(measurements[0].condition)})"
     return compact(caption, ("", "value", "95 % CI", "detectable", "unit", "windows"), rows)
@@ -85,8 +85,8 @@ def _sure(m: Measurement) -> tuple[str, str]:
     """
     if m.detectable is None:
         return interval(m.ci), ""
-    found = of_ratio(m.ci, m.n)
-    return sure_cell(found), least(found)
+    evidence = of_ratio(m.ci, m.n)
+    return sure_cell(evidence), least(evidence)
 
 
 def _task(task: TaskResult) -> list[Block]:
@@ -96,10 +96,10 @@ def _task(task: TaskResult) -> list[Block]:
     rows: list[tuple[str, ...]] = [
         (arm, percent(score.value), percents(score.ci), "", percent(cut)) for arm, score, cut in arms
     ]
-    found = task_evidence(task)
+    evidence = task_evidence(task)
     difference = percent(task.difference.value), percents(task.difference.ci)
-    rows.append(("quantized - original", *difference, found.brief if found.open else least(found), ""))
-    if task.recovery is not None and not found.open:
+    rows.append(("quantized - original", *difference, evidence.brief if evidence.open else least(evidence), ""))
+    if task.recovery is not None and not evidence.open:
         rows.append(("score kept", percent(task.recovery), percents(task.recovery_ci), "", ""))
     if (m := task.likelihood) is not None:
         rows.append(
@@ -181,10 +181,10 @@ def needle_blocks(needles: Needles) -> list[Block]:
         (*needles.lengths, needles.pooled),
         ("context", lambda r: count(r.length) if r.length else "all"),
         ("n", lambda r: count(r.difference.n)),
-        *((label, partial(_share_found, arm)) for arm, label in arms.items()),
+        *((label, partial(_retrieved_share, arm)) for arm, label in arms.items()),
         ("difference", lambda r: percent(r.difference.value)),
         ("95 % CI", lambda r: percents(r.difference.ci)),
-        ("detectable drop", lambda r: found.brief if (found := _retrieved(r)).open else least(found)),
+        ("detectable drop", lambda r: evidence.brief if (evidence := _retrieved(r)).open else least(evidence)),
         ("p", lambda r: "" if r.p_value is None else number(r.p_value, 2)),
         ("nll of the answer", lambda r: number(r.nll.value, 2)),
         ("95 % CI", lambda r: interval(r.nll.ci, 2)),
@@ -194,7 +194,7 @@ def needle_blocks(needles: Needles) -> list[Block]:
     return [Heading("Long contexts"), Paragraph(METHOD), plot, table]
 
 
-def _share_found(arm: str, r: Retrieval) -> str:
+def _retrieved_share(arm: str, r: Retrieval) -> str:
     return percent(r.found[arm].value)
 
 
@@ -205,10 +205,10 @@ def needle_finding(needles: Needles) -> Finding:
         return Finding(
             "plain", f"numbers hidden in up to {longest:,} tokens: the original finds none, so none can be lost"
         )
-    found = f"{percent(pooled.found['quantized'].value)} found, original {percent(pooled.found['original'].value)}"
+    shares = f"{percent(pooled.found['quantized'].value)} found, original {percent(pooled.found['original'].value)}"
     judged = _retrieved(pooled)
     carried = judged.shortage("numbers") if judged.open else pooled.verdict
-    return Finding(TONES[judged.sign], f"numbers hidden in up to {longest:,} tokens: {found}; {carried}")
+    return Finding(TONES[judged.sign], f"numbers hidden in up to {longest:,} tokens: {shares}; {carried}")
 
 
 def _retrieved(r: Retrieval) -> Evidence:

@@ -91,11 +91,11 @@ def fastest(speed: Speed, temperature: float) -> Fastest | None:
 
     Arms whose drafts did nothing are left out: the plain arm of their target stands for them.
     """
-    found = {
+    speedups = {
         r.arm: _by_prompt(r) for r in speed.ratios if (r.baseline, r.temperature) == (speed.arms[0].arm, temperature)
     }
-    prompts = {prompt for values in found.values() for prompt in values}
-    own, every = pair_arm(speed), {speed.arms[0].arm: dict.fromkeys(prompts, 1.0)} | found
+    prompts = {prompt for values in speedups.values() for prompt in values}
+    own, every = pair_arm(speed), {speed.arms[0].arm: dict.fromkeys(prompts, 1.0)} | speedups
     shared = sorted(set.intersection(*(set(values) for values in every.values())))
     arms = [arm for arm in every if arm == own or idle_drafts(speed, arm, temperature) is None]
     if len(arms) < 2 or len(shared) < FEWEST or own not in every:

@@ -228,16 +228,18 @@ def _plot_table(plot: Plot) -> Table:
     return Table(plot.caption, columns, rows)
 
 
-def sure(found: Evidence, values: str) -> str:
+def sure(evidence: Evidence, values: str) -> str:
     """How sure an effect is: its interval and how many `values` (prompts, items) it is from, or why nothing is said."""
-    return found.shortage(values) if found.ci is None else f"95 % CI {interval(found.ci)}, {found.n} {values}"
+    return (
+        evidence.shortage(values) if evidence.ci is None else f"95 % CI {interval(evidence.ci)}, {evidence.n} {values}"
+    )
 
 
-def sure_cell(found: Evidence) -> str:
+def sure_cell(evidence: Evidence) -> str:
     """The same for a table that counts values in a column of its own."""
-    return found.brief if found.ci is None else interval(found.ci)
+    return evidence.brief if evidence.ci is None else interval(evidence.ci)
 
 
-def least(found: Evidence) -> str:
+def least(evidence: Evidence) -> str:
     """The smallest true effect that would have shown; empty where none could have."""
-    return "" if found.detectable is None else percent(found.detectable)
+    return "" if evidence.detectable is None else percent(evidence.detectable)

@@ -64,9 +64,9 @@ def _shares(a: Acceptance) -> str:
 def _kinds(speed: Speed, name: Naming) -> list[Block]:
     """Acceptance of every kind of prompt beside that of all."""
     bars = tuple(
-        Bar(_label(a, name), a.alpha.value, f"{number(a.alpha.value)} ({sure_cell(found)})", found.ci)
+        Bar(_label(a, name), a.alpha.value, f"{number(a.alpha.value)} ({sure_cell(evidence)})", evidence.ci)
         for a in speed.acceptance
-        if a.drafted and (found := of_share(a.alpha.ci, a.prompts))
+        if a.drafted and (evidence := of_share(a.alpha.ci, a.prompts))
     )
     caption = "Acceptance α by kind of prompt (line: 95 % CI over prompts)"
     return [Dots(caption, bars, mark=0.0, axis="α")] if bars else []
@@ -168,8 +168,8 @@ def _temperatures(speed: Speed) -> list[Block]:
 
 
 def _by_temperature(rows: Mapping[str, Sequence[tuple[float, Measurement]]]) -> tuple[Series, ...]:
-    found = {arm: tuple(Point("", at, m.value, y_interval=m.ci) for at, m in values) for arm, values in rows.items()}
-    return tuple(Series(arm, points, joined=True) for arm, points in found.items() if points)
+    series = {arm: tuple(Point("", at, m.value, y_interval=m.ci) for at, m in values) for arm, values in rows.items()}
+    return tuple(Series(arm, points, joined=True) for arm, points in series.items() if points)
 
 
 def _curves(predictions: Sequence[tuple[str, Prediction]]) -> list[Block]:

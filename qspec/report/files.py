@@ -52,9 +52,9 @@ def pages(references: Sequence[Path]) -> list[str]:
 
 def read_named(references: Sequence[Path]) -> dict[str, Results]:
     """Several by name; where two have one name, the paths tell them apart."""
-    found = [read_results(reference) for reference in references]
-    names = [results.name for results in found]
+    read = [read_results(reference) for reference in references]
+    names = [results.name for results in read]
     unique = [name if names.count(name) == 1 else str(path) for name, path in zip(names, references, strict=True)]
     if len(set(unique)) < len(unique):
         raise IntegrityError(str(references[-1]), "is named twice", "give each pair once")
-    return dict(zip(unique, found, strict=True))
+    return dict(zip(unique, read, strict=True))

@@ -70,18 +70,18 @@ class Outcome:
 
 def parse(text: str) -> Gate:
     """A gate from `metric[label].low<limit`. Raises `RecipeError` for another form or an unknown metric."""
-    found = _FORM.fullmatch(text)
+    match = _FORM.fullmatch(text)
     try:
-        limit = float(found[5]) / (100 if found[6] else 1) if found else math.nan
+        limit = float(match[5]) / (100 if match[6] else 1) if match else math.nan
     except ValueError:
         limit = math.nan
-    if found is None or not math.isfinite(limit):
+    if match is None or not math.isfinite(limit):
         fix = "write for example recovery<0.99, alpha[coding]<0.6 or speedup.low<1"
         raise RecipeError(f"--fail-if {text!r}", "is no condition", fix)
-    if found[1] not in METRICS:
-        fix = f"{closest(found[1], list(METRICS))}use one of: {', '.join(METRICS)}"
-        raise RecipeError(f"--fail-if {text!r}", f"asks for {found[1]!r}, which is no metric", fix)
-    return Gate(text.strip(), found[1], (found[2] or "").strip(), found[3] or "", found[4], limit)
+    if match[1] not in METRICS:
+        fix = f"{closest(match[1], list(METRICS))}use one of: {', '.join(METRICS)}"
+        raise RecipeError(f"--fail-if {text!r}", f"asks for {match[1]!r}, which is no metric", fix)
+    return Gate(text.strip(), match[1], (match[2] or "").strip(), match[3] or "", match[4], limit)
 
 
 def judge(gates: Sequence[Gate], results: Results, against: Results | None = None) -> list[Outcome]:
@@ -118,7 +118,7 @@ def sentence(outcome: Outcome, name: str = "") -> Finding:
     gate, value = outcome.gate, outcome.value
     which = f"{name}: " if name else ""
     sure = f"95 % CI {interval(value.ci, 4)}, n = {value.n}" if value.ci else f"n = {value.n}"
-    said = f"{which}{gate.metric}[{outcome.label}] = {number(value.value, 4)} ({sure}); {outcome.noise}"
+    text = f"{which}{gate.metric}[{outcome.label}] = {number(value.value, 4)} ({sure}); {outcome.noise}"
     if outcome.missed:
-        return Finding("bad", f"{said}; fails if {gate.text}", "missed")
-    return Finding("good", f"{said}; would fail if {gate.text}", "met")
+        return Finding("bad", f"{text}; fails if {gate.text}", "missed")
+    return Finding("good", f"{text}; would fail if {gate.text}", "met")

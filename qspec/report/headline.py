@@ -22,9 +22,9 @@ def lead(results: Results) -> str:
 def _broken(results: Results) -> list[str]:
     changed = [f for f in (losslessness(results.speed) if results.speed else []) if f.tone == "bad"]
     missed = [f.text.partition(" missed")[0] for f in budget_findings(results) if f.tone == "bad"]
-    found = [f"not ready: {f.text}" for f in quality_findings(results) if f.word == NOT_READY][:1]
-    found += ["drafting changes the output"] if changed else []
-    return [*found, *([f"missed: {', '.join(missed)}"] if missed else [])]
+    reasons = [f"not ready: {f.text}" for f in quality_findings(results) if f.word == NOT_READY][:1]
+    reasons += ["drafting changes the output"] if changed else []
+    return [*reasons, *([f"missed: {', '.join(missed)}"] if missed else [])]
 
 
 def _speed(results: Results) -> list[str]:
@@ -32,13 +32,13 @@ def _speed(results: Results) -> list[str]:
     ratio = results.speed and pair_ratio(results.speed)
     if not ratio:
         return []
-    found, fidelity = gain(ratio), results.accuracy.fidelity
-    if found.few:
-        return [f"{ratio.arm} over {ratio.baseline}: {found.shortage('prompts')}"]
-    unsure = ", no difference shown" if found.sign == 0 else ""
+    evidence, fidelity = gain(ratio), results.accuracy.fidelity
+    if evidence.few:
+        return [f"{ratio.arm} over {ratio.baseline}: {evidence.shortage('prompts')}"]
+    unsure = ", no difference shown" if evidence.sign == 0 else ""
     apart = f", at KL {number(fidelity.kl.value)} nats/token from it" if fidelity else ""
     speed = f"{ratio.arm} decodes at {times(ratio.speedup.value)} the speed of {ratio.baseline}"
-    return [f"{speed} ({sure(found, 'prompts')}{unsure}){apart}"]
+    return [f"{speed} ({sure(evidence, 'prompts')}{unsure}){apart}"]
 
 
 def _accuracy(results: Results) -> list[str]:
@@ -46,7 +46,7 @@ def _accuracy(results: Results) -> list[str]:
     every = [(task, task_evidence(task)) for task in tasks]
     if lost := [f"{task.task} loses {loss}" for task in tasks if (loss := task_loss(task))]:
         return lost[:1]
-    if seen := [found.detectable or 0.0 for _, found in every if not found.open]:
+    if seen := [evidence.detectable or 0.0 for _, evidence in every if not evidence.open]:
         if min(seen) > COARSE:
             points = f"only a drop of {100 * min(seen):.0f} points or more would have shown"
             return [f"accuracy was tested coarsely: {points}"]
@@ -54,12 +54,12 @@ def _accuracy(results: Results) -> list[str]:
     if fidelity is None:
         return [f"accuracy was not tested: {_open(*every[0])}" if every else "accuracy was not measured"]
     agree = percent(fidelity.top1_agreement.value)
-    asked = f"accuracy was not tested by a task ({_open(*every[0])})" if every else "no task was asked"
-    return [f"{asked}; it names the original's most likely token at {agree} of the positions"]
+    clause = f"accuracy was not tested by a task ({_open(*every[0])})" if every else "no task was asked"
+    return [f"{clause}; it names the original's most likely token at {agree} of the positions"]
 
 
-def _open(task: TaskResult, found: Evidence) -> str:
-    return f"{task.task}: {found.shortage('items')}"
+def _open(task: TaskResult, evidence: Evidence) -> str:
+    return f"{task.task}: {evidence.shortage('items')}"
 
 
 def _drafting(speed: Speed | None) -> list[str]:
@@ -68,13 +68,13 @@ def _drafting(speed: Speed | None) -> list[str]:
     parts: list[str] = []
     ratios = [ratio for ratio in drafting(speed) if ratio.baseline == target_arm(speed)]
     for ratio in (r for r in ratios if r.temperature == speed.arms[0].temperature):
-        idle, found = idle_drafts(speed, ratio.arm, ratio.temperature), gain(ratio)
+        idle, evidence = idle_drafts(speed, ratio.arm, ratio.temperature), gain(ratio)
         if idle is not None:
             parts.append(f"{ratio.arm}: {did_nothing(idle)}")
-        elif found.few:
-            parts.append(f"{ratio.arm}: {found.shortage('prompts')}")
+        elif evidence.few:
+            parts.append(f"{ratio.arm}: {evidence.shortage('prompts')}")
         else:
-            word = {1: "pays", 0: "is not shown to pay", -1: "does not pay"}[found.sign]
+            word = {1: "pays", 0: "is not shown to pay", -1: "does not pay"}[evidence.sign]
             parts.append(f"{ratio.arm} {word} ({times(ratio.speedup.value)})")
     return [", ".join(parts)] if parts else []
 
@@ -93,53 +93,53 @@ def pair_ratio(speed: Speed) -> Ratio | None:
 
 def tiles(results: Results) -> Tiles:
     """What a reader looks for first."""
-    found = [_recovery(task) for task in results.accuracy.tasks if task.recovery is not None][:1]
+    shown = [_recovery(task) for task in results.accuracy.tasks if task.recovery is not None][:1]
     fidelity, speed = results.accuracy.fidelity, results.speed
     if fidelity is not None:
         kl = fidelity.kl
         note = f"95 % CI {interval(kl.ci, 2)} nats/token, {kl.n} windows"
-        found.append(Tile("KL to the original", number(kl.value), note))
+        shown.append(Tile("KL to the original", number(kl.value), note))
     if speed is not None:
-        found += _speed_tiles(speed)
-    return Tiles("At a glance", tuple(found))
+        shown += _speed_tiles(speed)
+    return Tiles("At a glance", tuple(shown))
 
 
 def _recovery(task: TaskResult) -> Tile:
-    found, label = task_evidence(task), f"{task.task} score kept"
-    if found.open:
-        return Tile(label, "–", found.shortage("items"), "open")
-    seen = "" if found.detectable is None else f"; {100 * found.detectable:.1f} points would have shown"
+    evidence, label = task_evidence(task), f"{task.task} score kept"
+    if evidence.open:
+        return Tile(label, "–", evidence.shortage("items"), "open")
+    seen = "" if evidence.detectable is None else f"; {100 * evidence.detectable:.1f} points would have shown"
     note = f"95 % CI {percents(task.recovery_ci)}, {task.original.n} items{seen}"
-    return Tile(label, percent(task.recovery or 0.0), note, TONES[found.sign])
+    return Tile(label, percent(task.recovery or 0.0), note, TONES[evidence.sign])
 
 
 def _speed_tiles(speed: Speed) -> list[Tile]:
-    found: list[Tile] = []
+    shown: list[Tile] = []
     ratio, own = pair_ratio(speed), pair_arm(speed)
     if ratio is not None:
-        found.append(_ratio_tile(speed, ratio))
-    found += [_ratio_tile(speed, r) for r in drafting(speed) if r.arm == own][:1]
+        shown.append(_ratio_tile(speed, ratio))
+    shown += [_ratio_tile(speed, r) for r in drafting(speed) if r.arm == own][:1]
     for a in [a for a in speed.acceptance if (a.category, a.arm) == ("all", own)][:1]:
         alpha = of_share(a.alpha.ci, a.prompts)
         note = f"{alpha.brief if alpha.few else sure(alpha, 'prompts')}; {number(a.tokens_per_step)} tokens a step"
-        found.append(Tile(f"Acceptance α, {a.arm}", number(a.alpha.value), note))
+        shown.append(Tile(f"Acceptance α, {a.arm}", number(a.alpha.value), note))
     if speed.equality:
         equal, n = sum(e.equal for e in speed.equality), sum(e.n for e in speed.equality)
         tone: Tone = "good" if all(lossless(e).tone == "good" for e in speed.equality) else "bad"
-        found.append(Tile("Same greedy answers", f"{equal} of {n}", "token for token, with drafts and without", tone))
+        shown.append(Tile("Same greedy answers", f"{equal} of {n}", "token for token, with drafts and without", tone))
     first, last = speed.arms[0], next(arm for arm in speed.arms if arm.arm == target_arm(speed))
     if last.weight_bytes and first.weight_bytes:
         kept = f"{percent(last.weight_bytes / first.weight_bytes, 0)} of {size(first.weight_bytes)}"
-        found.append(Tile("Weights a pass reads", size(last.weight_bytes), kept))
-    return found
+        shown.append(Tile("Weights a pass reads", size(last.weight_bytes), kept))
+    return shown
 
 
 def _ratio_tile(speed: Speed, ratio: Ratio) -> Tile:
-    label, found = f"{ratio.arm} over {ratio.baseline}", gain(ratio)
+    label, evidence = f"{ratio.arm} over {ratio.baseline}", gain(ratio)
     idle = idle_drafts(speed, ratio.arm, ratio.temperature)
     if idle is not None:
         return Tile(label, times(ratio.speedup.value), did_nothing(idle), "open")
-    return Tile(label, times(ratio.speedup.value), sure(found, "prompts"), TONES[found.sign])
+    return Tile(label, times(ratio.speedup.value), sure(evidence, "prompts"), TONES[evidence.sign])
 
 
 def picture(results: Results) -> list[Plot]:
@@ -157,13 +157,13 @@ def picture(results: Results) -> list[Plot]:
         assert fidelity is not None
         what, own = "KL to the original, nats/token, lower is better", (fidelity.kl.value, fidelity.kl.ci)
     first, plain = speed.arms[0], plain_of(speed)
-    found: dict[str, tuple[float, Interval]] = {first.arm: (1.0, None)}
+    bars: dict[str, tuple[float, Interval]] = {first.arm: (1.0, None)}
     for ratio in speed.ratios:
         idle = idle_drafts(speed, ratio.arm, ratio.temperature)
         if (ratio.baseline, ratio.temperature) == (first.arm, first.temperature) and idle is None:
-            found[ratio.arm] = ratio.speedup.value, gain(ratio).ci
+            bars[ratio.arm] = ratio.speedup.value, gain(ratio).ci
     series: list[Series] = []
-    for arm, (value, ci) in found.items():
+    for arm, (value, ci) in bars.items():
         loss, loss_ci = (float(bool(kept)), None) if plain.get(arm, arm) == "original" else own
         series.append(Series(arm, (Point("", value, loss, ci, loss_ci),)))
     caption = "Accuracy against speed (lines: 95 % CI); drafts change the speed alone"

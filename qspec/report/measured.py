@@ -54,8 +54,8 @@ def measured(results: Results, metric: str, against: Results | None = None) -> d
 
     Raises `SourceError` where `against` was not measured on the same questions, prompts or machine.
     """
-    found = _accuracy(results, metric, against) | _speed(results, metric, against)
-    return {label: value for label, value in found.items() if not math.isnan(value.value)}
+    values = _accuracy(results, metric, against) | _speed(results, metric, against)
+    return {label: value for label, value in values.items() if not math.isnan(value.value)}
 
 
 def _accuracy(results: Results, metric: str, against: Results | None) -> dict[str, Value]:
@@ -63,19 +63,19 @@ def _accuracy(results: Results, metric: str, against: Results | None) -> dict[st
     texts = {text.data: text for text in results.accuracy.texts}
     match metric:
         case "recovery" if against is not None:
-            asked = [task for task in tasks if task.rows and task_evidence(task).chance is None]
-            return {_task(task): _recovery_over(task, against) for task in asked}
+            scored = [task for task in tasks if task.rows and task_evidence(task).chance is None]
+            return {_task(task): _recovery_over(task, against) for task in scored}
         case "recovery":
             kept = [task for task in tasks if task.recovery is not None and task_evidence(task).chance is None]
             return {_task(task): _kept_score(task) for task in kept}
         case "score":
             return {_task(task): _value(task.quantized) for task in tasks}
         case "kl":
-            return {text: _value(found.kl) for text, found in texts.items()}
+            return {text: _value(fidelity.kl) for text, fidelity in texts.items()}
         case "top1":
-            return {text: _value(found.top1_agreement) for text, found in texts.items()}
+            return {text: _value(fidelity.top1_agreement) for text, fidelity in texts.items()}
         case "perplexity_ratio":
-            ratios = {text: found.perplexity_ratio for text, found in texts.items()}
+            ratios = {text: fidelity.perplexity_ratio for text, fidelity in texts.items()}
             return {text: Value(m.value, of_ratio(m.ci, m.n).ci, m.n) for text, m in ratios.items()}
         case "needle" if needles is not None:
             lengths = [r for r in (needles.pooled, *needles.lengths) if r.recovery is not None]
@@ -97,7 +97,7 @@ def _speed(results: Results, metric: str, against: Results | None) -> dict[str, 
             return {_kind(a): Value(a.alpha.value, of_share(a.alpha.ci, a.prompts).ci, a.alpha.n) for a in own}
         case "tokens_per_step":
             rates = [(a, of_ratio(a.tokens_per_step_ci, a.prompts)) for a in own]
-            return {_kind(a): Value(a.tokens_per_step, found.ci, a.steps) for a, found in rates}
+            return {_kind(a): Value(a.tokens_per_step, evidence.ci, a.steps) for a, evidence in rates}
         case "lossless":
             return {e.arm: _kept(e) for e in pair_first(speed, speed.equality)}
         case "tokens_s":
@@ -146,8 +146,8 @@ def _recovery_over(task: TaskResult, against: Results) -> Value:
     if other is None or len(rows) != len(task.rows) or len(rows) != len(other.rows):
         rule = f"was not asked the same questions there ({len(rows)} of {len(task.rows)} are)"
         raise SourceError(f"task {task.task} of {against.name}", rule, "run both recipes with the same evaluation")
-    found = compare_items([b for _, b in rows], [a for a, _ in rows])
-    return Value(math.nan if found.recovery is None else found.recovery, found.recovery_ci, len(rows))
+    comparison = compare_items([b for _, b in rows], [a for a, _ in rows])
+    return Value(math.nan if comparison.recovery is None else comparison.recovery, comparison.recovery_ci, len(rows))
 
 
 def pair_rows(task: TaskResult, other: TaskResult) -> list[tuple[float, float]]:
@@ -182,10 +182,10 @@ def differences(results: Results, against: Results) -> list[tuple[str, object, o
     """What was not the same when two pairs were timed, or is not known of either: name, here, there."""
     if results.speed is None or against.speed is None:
         return [("measured speed", results.speed is not None, against.speed is not None)]
-    found = [("original", _original(results), _original(against))]
-    found += [(key, results.speed.condition.get(key), against.speed.condition.get(key)) for key in SAME_PROMPTS]
-    found += [(key, results.environment.get(key), against.environment.get(key)) for key in SAME_MACHINE]
-    return [(what, a, b) for what, a, b in found if a != b or (what in KNOWN and a is None)]
+    rows = [("original", _original(results), _original(against))]
+    rows += [(key, results.speed.condition.get(key), against.speed.condition.get(key)) for key in SAME_PROMPTS]
+    rows += [(key, results.environment.get(key), against.environment.get(key)) for key in SAME_MACHINE]
+    return [(what, a, b) for what, a, b in rows if a != b or (what in KNOWN and a is None)]
 
 
 def _original(results: Results) -> object:

@@ -49,10 +49,10 @@ def document(results: Results, study: SpeedRows | None = None) -> Document:
     device, cpu = str(results.recipe.get("device", "")), results.environment.get("cpu", "")
     about = [str(results.recipe.get("description", "")), f"{device}: {cpu}" if device == "cpu" and cpu else device]
     needles = results.accuracy.needles
-    found = [*_mixed(results), *findings(results)]
+    listed = [*_mixed(results), *findings(results)]
     if needles is not None:
-        found += [needle_finding(needles), *lost_contexts(needles)]
-    blocks = [*_verdict(results, found), *cost(results), *differing_answers(results)]
+        listed += [needle_finding(needles), *lost_contexts(needles)]
+    blocks = [*_verdict(results, listed), *cost(results), *differing_answers(results)]
     blocks += accuracy_blocks(results.accuracy)
     if needles is not None:
         blocks += needle_blocks(needles)
@@ -66,11 +66,11 @@ def document(results: Results, study: SpeedRows | None = None) -> Document:
     return Document(f"{results.name}: quantized speculative pair", subtitle, tuple(blocks), lead(results))
 
 
-def _verdict(results: Results, found: Sequence[Finding]) -> list[Block]:
+def _verdict(results: Results, listed: Sequence[Finding]) -> list[Block]:
     """A picture and the numbers at a glance, then what is proven, and what is not: losses before open questions."""
-    alarms = [finding for finding in found if finding.tone == "danger"]
-    proven = sorted((f for f in found if f.tone in ("good", "plain")), key=lambda f: f.tone == "plain")
-    against = sorted((f for f in found if f.tone in ("bad", "open")), key=lambda f: f.tone == "open")
+    alarms = [finding for finding in listed if finding.tone == "danger"]
+    proven = sorted((f for f in listed if f.tone in ("good", "plain")), key=lambda f: f.tone == "plain")
+    against = sorted((f for f in listed if f.tone in ("bad", "open")), key=lambda f: f.tone == "open")
     glance = tiles(results)
     blocks: list[Block] = [*alarms, *picture(results), *([glance] if glance.tiles else [])]
     blocks += [Heading("Proven", brief=True), *proven] if proven else []
@@ -179,12 +179,12 @@ def gated(
     else:
         page = comparison(pairs, {name: s for name, s in zip(pairs, studies, strict=True) if s is not None})
     front = _gates(outcomes, against) if gates else []
-    missed = any(outcome.missed for found in outcomes.values() for outcome in found)
+    missed = any(outcome.missed for listed in outcomes.values() for outcome in listed)
     return replace(page, blocks=(*front, *page.blocks)), missed
 
 
 def _gates(outcomes: Mapping[str, Sequence[Outcome]], against: Results | None) -> list[Block]:
     over = f"recovery and speedup over {against.name}" if against else "recovery and speedup over the original"
     several = len(outcomes) > 1
-    found = [sentence(o, name if several else "") for name, listed in outcomes.items() for o in listed]
-    return [Heading(f"Gates ({over})", brief=True), *sorted(found, key=lambda finding: finding.tone != "bad")]
+    sentences = [sentence(o, name if several else "") for name, listed in outcomes.items() for o in listed]
+    return [Heading(f"Gates ({over})", brief=True), *sorted(sentences, key=lambda finding: finding.tone != "bad")]

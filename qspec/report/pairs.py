@@ -86,9 +86,9 @@ def _lead(pairs: Mapping[str, Results]) -> str:
     fast = f"{times(value)} its original's speed ({sure(of_ratio(ci, len(judging)), 'prompts that did not choose it')})"
     for name in ratios.keys() - {best}:
         value, ci = geometric_mean([a / b for a, b in zip(judging, ratios[name][1::2], strict=True)])
-        found = of_ratio(ci, len(judging))
-        if found.sign <= 0:
-            beside = f"{times(value)} the speed of {name} ({sure(found, 'prompts that did not choose it')})"
+        evidence = of_ratio(ci, len(judging))
+        if evidence.sign <= 0:
+            beside = f"{times(value)} the speed of {name} ({sure(evidence, 'prompts that did not choose it')})"
             return f"Nothing is called the fastest: {best} is not shown to beat {name}, at {beside}{left}."
     return f"{best} is the fastest pair that keeps its budgets and shows no loss: {fast}{left}."
 
@@ -100,7 +100,7 @@ def _doubt(results: Results) -> str:
         return f"is out: {wrong[0]}"
     if any(map(task_loss, results.accuracy.tasks)):
         return "loses accuracy"
-    if all(found.open for found in judged):
+    if all(evidence.open for evidence in judged):
         return "has no accuracy measured on a task that could show a loss"
     return "" if _own(results) is not None else "was not timed beside its original"
 
@@ -136,8 +136,8 @@ def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 def _points(values: Values, metric: str) -> dict[str, tuple[Value, Value]]:
     """Speed and an accuracy metric of the pairs that have both."""
-    found = {name: (row["speedup"], row[metric]) for name, row in values.items()}
-    return {name: (x, y) for name, (x, y) in found.items() if x is not None and y is not None}
+    points = {name: (row["speedup"], row[metric]) for name, row in values.items()}
+    return {name: (x, y) for name, (x, y) in points.items() if x is not None and y is not None}
 
 
 def _front_of(points: Mapping[str, tuple[Value, Value]], metric: str) -> list[str]:
@@ -146,14 +146,14 @@ def _front_of(points: Mapping[str, tuple[Value, Value]], metric: str) -> list[st
 
 
 def _fronts(values: Values) -> list[Finding]:
-    found: list[Finding] = []
+    fronts: list[Finding] = []
     for metric in ("recovery", "kl"):
         points = _points(values, metric)
         if len(points) > 1:
             best = _front_of(points, metric)
             text = f"by speed and {COLUMNS[metric]} not dominated: {', '.join(best)}"
-            found.append(Finding("plain", f"{text} (values; see below what noise allows)", "front"))
-    return found
+            fronts.append(Finding("plain", f"{text} (values; see below what noise allows)", "front"))
+    return fronts
 
 
 def _plots(values: Values, ranked: bool) -> list[Block]:
@@ -211,11 +211,11 @@ def _tasks(name: str, base: Results, other: Results) -> Iterable[tuple[str, ...]
         match = theirs.get((task.task, task.backend))
         if match is None or not (scores := pair_rows(task, match)):
             continue
-        found = compare_items([a for a, _ in scores], [b for _, b in scores])
-        judged = found.evidence(chance_of(task.task, task.original.condition))
-        p = "" if found.p_value is None else number(found.p_value, 2)
+        comparison = compare_items([a for a, _ in scores], [b for _, b in scores])
+        judged = comparison.evidence(chance_of(task.task, task.original.condition))
+        p = "" if comparison.p_value is None else number(comparison.p_value, 2)
         word = {1: "better", 0: "no difference shown", -1: "worse"}[judged.sign]
-        difference = percent(found.difference.value), percents(found.difference.ci)
+        difference = percent(comparison.difference.value), percents(comparison.difference.ci)
         word = judged.brief if judged.open else word
         yield f"{name}: {task.task}", *difference, least(judged), p, count(len(scores)), word
 

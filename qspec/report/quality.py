@@ -51,11 +51,11 @@ def ceiling(half: Mapping[str, Any]) -> Ceiling:
 
 def target_ceiling(recipe: Mapping[str, Any]) -> Ceiling:
     """That of the target, or what a budget of the recipe allows beyond it."""
-    found, budget = ceiling(recipe.get("target") or {}), recipe.get("budget") or {}
-    kl, agreement = budget.get("max_kl") or found.kl, budget.get("min_agreement") or found.agreement
-    if kl <= found.kl and agreement >= found.agreement:
-        return found
-    return Ceiling(max(kl, found.kl), min(agreement, found.agreement), "the recipe's budget")
+    limits, budget = ceiling(recipe.get("target") or {}), recipe.get("budget") or {}
+    kl, agreement = budget.get("max_kl") or limits.kl, budget.get("min_agreement") or limits.agreement
+    if kl <= limits.kl and agreement >= limits.agreement:
+        return limits
+    return Ceiling(max(kl, limits.kl), min(agreement, limits.agreement), "the recipe's budget")
 
 
 def quality_findings(results: Results) -> list[Finding]:
@@ -68,8 +68,8 @@ def quality_findings(results: Results) -> list[Finding]:
         against += _unmeasured(results)
     if not against:
         return [] if results.accuracy.fidelity is None else [Finding("good", _within(results))]
-    found = [Finding("danger", text, NOT_READY) for text in against]
-    return [*found, *([Finding("danger", results.despite, "despite")] if results.despite else [])]
+    listed = [Finding("danger", text, NOT_READY) for text in against]
+    return [*listed, *([Finding("danger", results.despite, "despite")] if results.despite else [])]
 
 
 def quality_obstacles(results: Results) -> list[str]:
@@ -80,8 +80,8 @@ def quality_obstacles(results: Results) -> list[str]:
 def _over(results: Results) -> Iterator[str]:
     accuracy, recipe = results.accuracy, results.recipe
     if accuracy.fidelity is not None:
-        found = accuracy.fidelity
-        yield from _beyond("the target", found.kl, found.top1_agreement, target_ceiling(recipe))
+        fidelity = accuracy.fidelity
+        yield from _beyond("the target", fidelity.kl, fidelity.top1_agreement, target_ceiling(recipe))
     yield from _nonsense(accuracy.answers.rows if accuracy.answers else ())
     if accuracy.draft is not None:
         draft = accuracy.draft
@@ -100,11 +100,11 @@ def _beyond(half: str, kl: Measurement, agreement: Measurement, most: Ceiling) -
     """Values are judged, not ends of intervals: a few windows leave those wide, and what is broken is far off."""
     if not kl.value <= most.kl:  # NaN too
         size = number(kl.value) if math.isfinite(kl.value) else "no number"
-        told = f"KL {size} nats/token from the model that it was made from"
-        yield f"{half}: {told}, not at most {most.kl:g} ({most.of})"
+        fact = f"KL {size} nats/token from the model that it was made from"
+        yield f"{half}: {fact}, not at most {most.kl:g} ({most.of})"
     if not agreement.value >= most.agreement:
-        told = f"names that model's most likely token at {percent(agreement.value)} of the positions"
-        yield f"{half}: {told}, not at least {percent(most.agreement, 0)} ({most.of})"
+        fact = f"names that model's most likely token at {percent(agreement.value)} of the positions"
+        yield f"{half}: {fact}, not at least {percent(most.agreement, 0)} ({most.of})"
 
 
 def _nonsense(answers: tuple[Answer, ...]) -> Iterator[str]:
@@ -114,16 +114,16 @@ def _nonsense(answers: tuple[Answer, ...]) -> Iterator[str]:
     judged = [answer for answer in answers if answer.original_loop <= LOOP]
     lost = [answer for answer in judged if answer.quantized_loop > LOOP]
     if len(lost) > 1 and len(lost) > len(judged) / 2:
-        told = f"{len(lost)} of {len(judged)} short answers are empty or repeat themselves where the original's do not"
-        yield f"the target: {told}, such as {' '.join(lost[0].quantized.split())[:60]!r}"
+        fact = f"{len(lost)} of {len(judged)} short answers are empty or repeat themselves where the original's do not"
+        yield f"the target: {fact}, such as {' '.join(lost[0].quantized.split())[:60]!r}"
 
 
 def _within(results: Results) -> str:
     accuracy = results.accuracy
     assert accuracy.fidelity is not None
-    found, most = accuracy.fidelity, target_ceiling(results.recipe)
-    text = f"KL {number(found.kl.value)} nats/token (at most {most.kl:g}: {most.of}), the same most likely token at "
-    text += f"{percent(found.top1_agreement.value)} (at least {percent(most.agreement, 0)})"
+    fidelity, most = accuracy.fidelity, target_ceiling(results.recipe)
+    text = f"KL {number(fidelity.kl.value)} nats/token (at most {most.kl:g}: {most.of}), the same most likely token at "
+    text += f"{percent(fidelity.top1_agreement.value)} (at least {percent(most.agreement, 0)})"
     if accuracy.answers:
         text += f", {len(accuracy.answers.rows)} short answers without new loops"
     if accuracy.draft is None:
@@ -144,13 +144,14 @@ def lost_acceptance(speed: Speed) -> list[Finding]:
     return [finding for a in pooled if weighs and (finding := _spoilt(a)) is not None]
 
 
-def _spoilt(found: Acceptance) -> Finding | None:
-    rate = found.teacher_forced or found.alpha
+def _spoilt(acceptance: Acceptance) -> Finding | None:
+    rate = acceptance.teacher_forced or acceptance.alpha
     if rate.value >= LEAST_ALPHA:
         return None
     high = max(wilson_interval(round(rate.value * rate.n), rate.n)[1], (rate.ci or (0.0, 0.0))[1])
-    told = f"{found.arm}: {found.accepted} of {found.drafted} drafted tokens stand{at(found.temperature)}"
-    text = f"{told}, acceptance {number(rate.value)} (at most {number(high)}, 95 %), below {LEAST_ALPHA:g}"
+    share = f"{acceptance.accepted} of {acceptance.drafted} drafted tokens"
+    fact = f"{acceptance.arm}: {share} stand{at(acceptance.temperature)}"
+    text = f"{fact}, acceptance {number(rate.value)} (at most {number(high)}, 95 %), below {LEAST_ALPHA:g}"
     if high < LEAST_ALPHA:
         return Finding("danger", f"{text}: the draft is spoilt, or belongs to another target", NOT_READY)
     return Finding("open", f"{text}, but {rate.n} tokens are too few to call the draft spoilt")

@@ -66,11 +66,11 @@ def _rates(speed: Speed, name: Naming) -> Bars:
 
 def _ratios(speed: Speed, name: Naming) -> list[Block]:
     """Each ratio around 1, and as a table what would have shown."""
-    found = [(r, gain(r)) for r in speed.ratios]
-    bars = tuple(Bar(against(r, name), r.speedup.value, times(r.speedup.value), e.ci) for r, e in found)
+    gains = [(r, gain(r)) for r in speed.ratios]
+    bars = tuple(Bar(against(r, name), r.speedup.value, times(r.speedup.value), e.ci) for r, e in gains)
     table = tabulate(
         "Speedup, how sure",
-        found,
+        gains,
         ("", lambda row: against(row[0], name)),
         ("speedup", lambda row: times(row[0].speedup.value)),
         ("95 % CI", lambda row: sure_cell(row[1])),
@@ -108,9 +108,9 @@ def _kinds(speed: Speed, name: Naming) -> list[Block]:
             kinds.setdefault(speed.prompts[i].category, []).append(value)
         for kind, values in kinds.items() if len(kinds) > 1 else ():
             value, ci = geometric_mean(values)
-            found = of_ratio(ci, len(values))
-            text = f"{times(value)} ({sure_cell(found)}; {len(values)} prompts)"
-            bars.append(Bar(f"{name(ratio.arm, ratio.temperature)}: {kind}", value, text, found.ci))
+            evidence = of_ratio(ci, len(values))
+            text = f"{times(value)} ({sure_cell(evidence)}; {len(values)} prompts)"
+            bars.append(Bar(f"{name(ratio.arm, ratio.temperature)}: {kind}", value, text, evidence.ci))
     caption = "Speedup of drafting over the same target without, by kind of prompt (line: 95 % CI)"
     return [Dots(caption, tuple(bars), mark=1.0, axis="speedup")] if bars else []
 

@@ -106,14 +106,14 @@ def _findings(rows: Sequence[Row]) -> list[Finding]:
 
     All arms are named: the best of several, chosen by the numbers that it is reported with, would flatter itself.
     """
-    found: list[Finding] = []
+    listed: list[Finding] = []
     for model, own in _by_model(rows).items():
         arms = list(dict.fromkeys(row["arm"] for row in own))
         for arm in arms[1:]:
             cells = [r for r in own if r["arm"] == arm and r.get("synthetic") is None and r["speedup"]]
             if cells:
-                found.append(_beside_first(f"{model}: {arm} against {arms[0]}", cells))
-    return found
+                listed.append(_beside_first(f"{model}: {arm} against {arms[0]}", cells))
+    return listed
 
 
 def _beside_first(pair: str, rows: Sequence[Row]) -> Finding:
@@ -140,7 +140,7 @@ def _plots(rows: Sequence[Row]) -> list[Block]:
     for shape in dict.fromkeys(row["shape"] for row in rows) if arms else ():
         caption = f"Tokens per second over the first arm, {shape} tokens, by requests at once (line: 95 % CI)"
         own = [(row, *ratio(row, "speedup")) for row in rows if row["shape"] == shape]
-        lines = _lines([(row, value, found.ci) for row, value, found in own], arms)
+        lines = _lines([(row, value, evidence.ci) for row, value, evidence in own], arms)
         plots.append(Plot(caption, "requests at once", "speedup", lines, guide="one", log_x=True))
     return plots
 
@@ -159,11 +159,11 @@ def _latency_plots(rows: Sequence[Row]) -> list[Block]:
 
 def _lines(values: Sequence[tuple[Row, float, Interval]], arms: Sequence[str]) -> tuple[Series, ...]:
     """What rows hold, with its interval or quartiles: a line for each arm, by batch."""
-    found: list[Series] = []
+    lines: list[Series] = []
     for arm in arms:
         own = (Point("", row["batch"], y, y_interval=ci) for row, y, ci in values if row["arm"] == arm)
-        found.append(Series(arm, tuple(own), joined=True))
-    return tuple(found)
+        lines.append(Series(arm, tuple(own), joined=True))
+    return tuple(lines)
 
 
 def _ratios(rows: Sequence[Row]) -> list[Table]:
@@ -220,8 +220,8 @@ def _peak(row: Row) -> str:
 def _largest(rows: Sequence[Row]) -> Table:
     shapes = tuple(dict.fromkeys(row["shape"] for row in rows))
     arms = dict.fromkeys((row["model"], row["arm"]) for row in rows)
-    found = {(row["model"], row["arm"], row["shape"]): count(row["largest_batch"]) for row in rows}
-    cells = tuple((arm, *(found.get((model, arm, shape), "") for shape in shapes)) for model, arm in arms)
+    largest = {(row["model"], row["arm"], row["shape"]): count(row["largest_batch"]) for row in rows}
+    cells = tuple((arm, *(largest.get((model, arm, shape), "") for shape in shapes)) for model, arm in arms)
     limit = rows[0]["ttft_limit_s"]
     caption = f"Largest batch of those that were tried, with a worst first token within {limit:g} s (0: none)"
     return Table(caption, ("", *shapes), cells)

@@ -37,17 +37,19 @@ def findings(results: Results) -> list[Finding]:
     """The verdict, most important first; what is dangerous comes before all, what did not pay last."""
     speed = results.speed
     proven = [] if speed is None else [*losslessness(speed), *lost_acceptance(speed)]
-    found = sorted([*proven, *quality_findings(results)], key=lambda finding: finding.tone != "danger")
-    found += [_task(task) for task in results.accuracy.tasks]
+    listed = sorted([*proven, *quality_findings(results)], key=lambda finding: finding.tone != "danger")
+    listed += [_task(task) for task in results.accuracy.tasks]
     if results.accuracy.fidelity is not None:
-        found.append(_fidelity(results.accuracy.fidelity))
-    found += budget_findings(results)
-    found += [_lost(s) for task in results.accuracy.tasks for s in task.sub_tasks if subject_evidence(task, s).sign < 0]
+        listed.append(_fidelity(results.accuracy.fidelity))
+    listed += budget_findings(results)
+    listed += [
+        _lost(s) for task in results.accuracy.tasks for s in task.sub_tasks if subject_evidence(task, s).sign < 0
+    ]
     if speed is not None:
-        found += [_paid(ratio, speed) for ratio in judged(speed)]
-        found += [*_fastest(speed), *off_predictions(speed), *_idle(speed)]
-        found += [*_batch_advice(speed), *_schedule(results), *_prefill(speed)]
-    return found or [Finding("plain", "nothing was measured")]
+        listed += [_paid(ratio, speed) for ratio in judged(speed)]
+        listed += [*_fastest(speed), *off_predictions(speed), *_idle(speed)]
+        listed += [*_batch_advice(speed), *_schedule(results), *_prefill(speed)]
+    return listed or [Finding("plain", "nothing was measured")]
 
 
 def blockers(results: Results) -> list[str]:
@@ -55,8 +57,8 @@ def blockers(results: Results) -> list[str]:
     spoilt, budgets that were missed.
     """
     speed = results.speed
-    told = [*losslessness(speed), *lost_acceptance(speed)] if speed else []
-    against = [finding.text for finding in [*told, *budget_findings(results)] if finding.tone in ("bad", "danger")]
+    listed = [*losslessness(speed), *lost_acceptance(speed)] if speed else []
+    against = [finding.text for finding in [*listed, *budget_findings(results)] if finding.tone in ("bad", "danger")]
     return [*quality_obstacles(results), *against]
 
 
@@ -72,18 +74,19 @@ def losslessness(speed: Speed) -> list[Finding]:
     return [*map(lossless, speed.equality), *([] if speed.marginals is None else [_sampled(speed.marginals)])]
 
 
-def _sampled(law: Marginals) -> Finding:
+def _sampled(marginals: Marginals) -> Finding:
     """Whether sampled tokens follow the target's law, and which departure from it would have been found."""
-    n = f"p = {law.p_value:.2g}, {law.samples} texts of {law.positions} tokens behind {law.prompts} prompts"
-    if law.p_value < CERTAIN:
+    texts = f"{marginals.samples} texts of {marginals.positions} tokens behind {marginals.prompts} prompts"
+    n = f"p = {marginals.p_value:.2g}, {texts}"
+    if marginals.p_value < CERTAIN:
         return Finding("bad", f"sampled text with drafts follows another law than the target's: {n}")
-    if law.drafted is None or law.detectable is None:
+    if marginals.drafted is None or marginals.detectable is None:
         return Finding("open", f"sampled text: no difference shown, and none stated that would have been ({n})")
-    if not law.drafted:
+    if not marginals.drafted:
         return Finding("open", f"sampled text: no draft was judged, so nothing is shown of drafts ({n})")
-    seen = f"would have been found in 4 of 5 cases ({law.drafted} drafted tokens, {n})"
-    shift = f"a shift of {percent(law.detectable)} of the probability towards the drafts"
-    if law.detectable > SHIFT:
+    seen = f"would have been found in 4 of 5 cases ({marginals.drafted} drafted tokens, {n})"
+    shift = f"a shift of {percent(marginals.detectable)} of the probability towards the drafts"
+    if marginals.detectable > SHIFT:
         return Finding("open", f"sampled text is not shown to leave the target's law; only {shift} {seen}")
     return Finding("good", f"sampled text follows the target's law; {shift} {seen}")
 
@@ -102,21 +105,21 @@ def lossless(equality: Equality) -> Finding:
 
 
 def _task(task: TaskResult) -> Finding:
-    found = task_evidence(task)
+    evidence = task_evidence(task)
     cut = max(task.original_cut, task.quantized_cut)
     caution = f"; {percent(cut)} of the answers were cut at the token limit, so the score says little" * (
         cut > MANY_CUT
     )
-    asked = task.original.condition
-    if task.likelihood is None and asked.get("has_chat_template") and not asked.get("chat_template"):
+    condition = task.original.condition
+    if task.likelihood is None and condition.get("has_chat_template") and not condition.get("chat_template"):
         caution += "; the model was asked without its chat template"
     text = f"{task.task} ({task.backend}): {task_verdict(task)}{caution}"
-    return Finding("bad" if task_loss(task) else TONES[found.sign], text, FEW if found.open else "")
+    return Finding("bad" if task_loss(task) else TONES[evidence.sign], text, FEW if evidence.open else "")
 
 
-def _fidelity(found: Fidelity) -> Finding:
+def _fidelity(fidelity: Fidelity) -> Finding:
     """Predictions on held-out text; how much perplexity may rise is for a budget to say."""
-    ratio, same = found.perplexity_ratio, found.top1_agreement
+    ratio, same = fidelity.perplexity_ratio, fidelity.top1_agreement
     text = f"{ratio.condition.get('data', 'held-out text')}: perplexity {times(ratio.value)} the original's"
     agreement = f"the same most likely token at {percent(same.value)} of the positions"
     return Finding("plain", f"{text} ({sure(of_ratio(ratio.ci, ratio.n), 'windows')}), {agreement}")
@@ -139,29 +142,31 @@ def _idle(speed: Speed) -> list[Finding]:
     """Arms whose drafts did nothing, whatever speed was measured of them."""
     every = dict.fromkeys((ratio.arm, ratio.temperature) for ratio in speed.ratios)
     return [
-        Finding("open", f"{arm}{at(temperature)}: {did_nothing(found)}, so no speed is theirs", "no drafts")
+        Finding("open", f"{arm}{at(temperature)}: {did_nothing(idle)}, so no speed is theirs", "no drafts")
         for arm, temperature in every
-        if (found := idle_drafts(speed, arm, temperature)) is not None
+        if (idle := idle_drafts(speed, arm, temperature)) is not None
     ]
 
 
 def _faster(ratio: Ratio) -> Finding:
     """Faster, slower, neither shown, or too few prompts to say."""
-    found, pair = gain(ratio), f"{ratio.arm} against {ratio.baseline}"
-    numbers = f"{times(ratio.speedup.value)} ({sure(found, 'prompts')}){at(ratio.temperature)}"
-    if found.few:
+    evidence, pair = gain(ratio), f"{ratio.arm} against {ratio.baseline}"
+    numbers = f"{times(ratio.speedup.value)} ({sure(evidence, 'prompts')}){at(ratio.temperature)}"
+    if evidence.few:
         return Finding("open", f"{pair}: {numbers}", FEW)
-    seen = f"; a change of {least(found)} would have been" if found.detectable else ""
-    word = {1: "faster", -1: "slower", 0: "no difference in speed shown"}[found.sign]
-    return Finding(TONES[found.sign], f"{pair}: {word}, {numbers}{seen * (found.sign == 0)}", WORDS[found.sign])
+    seen = f"; a change of {least(evidence)} would have been" if evidence.detectable else ""
+    word = {1: "faster", -1: "slower", 0: "no difference in speed shown"}[evidence.sign]
+    return Finding(
+        TONES[evidence.sign], f"{pair}: {word}, {numbers}{seen * (evidence.sign == 0)}", WORDS[evidence.sign]
+    )
 
 
 def _paid(ratio: Ratio, speed: Speed) -> Finding:
     """Whether an arm is faster; where it drafts over the same target and is slower, what follows."""
-    found = _faster(ratio)
+    finding = _faster(ratio)
     drafts = plain_of(speed).get(ratio.arm) == ratio.baseline
-    advice = "; do not speculate with this draft here" if drafts and found.tone == "bad" else ""
-    return Finding(found.tone, f"{found.text}{advice}", found.word)
+    advice = "; do not speculate with this draft here" if drafts and finding.tone == "bad" else ""
+    return Finding(finding.tone, f"{finding.text}{advice}", finding.word)
 
 
 def _batch_advice(speed: Speed) -> list[Finding]:
@@ -184,12 +189,12 @@ def _schedule(results: Results) -> list[Finding]:
     rows = [b for b in speed.batches if (b.arm, b.temperature) == (own, first) and b.speedup is not None]
     shown = {1: alone} | {b.batch: batch_gain(b) for b in rows}
     drafts = {1: True} | {b.batch: b.draft_length > 0 for b in rows}
-    lows = {size: found.ci[0] if found.ci and drafts[size] else 0.0 for size, found in shown.items()}
+    lows = {size: evidence.ci[0] if evidence.ci and drafts[size] else 0.0 for size, evidence in shown.items()}
     last, ranges = paying(lows, length["k"] if length["policy"] == "fixed" else length["max_k"])
     by_batch = [list(part) for part in ranges]
     if max(lows) <= last or by_batch == length["by_batch"] or (last == 0 and alone.sign >= 0):
         return []
-    undecided = [size for size, found in shown.items() if size > last and not found.sign and drafts[size]]
+    undecided = [size for size, evidence in shown.items() if size > last and not evidence.sign and drafts[size]]
     sizes = f"; not decided at batch {', '.join(map(str, undecided))}" if undecided else ""
     upto = f"up to batch {last}" if last else "at no batch"
     text = f"drafts are shown to pay {upto}{sizes}: speculation.draft_length.by_batch: {by_batch}"
@@ -214,13 +219,13 @@ def _changed(b: BatchSpeed) -> Finding | None:
 
 def _stopped(b: BatchSpeed) -> Finding | None:
     """A batch size at which drafts are not shown to pay, unless there are none."""
-    found = batch_gain(b)
-    if b.speedup is None or found.sign > 0 or not b.draft_length:
+    evidence = batch_gain(b)
+    if b.speedup is None or evidence.sign > 0 or not b.draft_length:
         return None
     text = f"{_batch(b)}: {b.arm} runs at {times(b.speedup.value)} the speed of {b.baseline}"
-    if found.sign < 0:
+    if evidence.sign < 0:
         return Finding("bad", f"{text}, cap it by_batch", LOSS)
-    return Finding("open", f"{text} ({sure(found, 'groups of prompts')})", FEW if found.few else OPEN)
+    return Finding("open", f"{text} ({sure(evidence, 'groups of prompts')})", FEW if evidence.few else OPEN)
 
 
 def off_predictions(speed: Speed) -> list[Finding]:
@@ -238,23 +243,23 @@ def _off(p: Prediction) -> Finding:
 def _prefill(speed: Speed) -> list[Finding]:
     """Plain arms whose first token does not come earlier than the baseline's."""
     plain = [arm for arm in speed.arms if not arm.speculative and arm.temperature == speed.arms[0].temperature]
-    base, found = plain[0] if plain else None, list[Finding]()
+    base, listed = plain[0] if plain else None, list[Finding]()
     for arm in plain[1:]:
         if base is not None and arm.ttft.median >= base.ttft.median:
             medians = f"{number(arm.ttft.median)} ms, {base.arm} {number(base.ttft.median)} (medians of {arm.ttft.n})"
-            found.append(Finding("open", f"prefill is not shown to be faster: {arm.arm} needs {medians}", OPEN))
-    return found
+            listed.append(Finding("open", f"prefill is not shown to be faster: {arm.arm} needs {medians}", OPEN))
+    return listed
 
 
 def _fastest(speed: Speed) -> list[Finding]:
     """Whether another arm than the pair is the one to use, at every temperature."""
-    found: list[Finding] = []
+    listed: list[Finding] = []
     for temperature in dict.fromkeys(arm.temperature for arm in speed.arms):
         if not any(arm.temperature == temperature and arm.decode_rate.n for arm in speed.arms):
-            found.append(Finding("open", f"no arm was timed{at(temperature)}: every answer ended at its first token"))
+            listed.append(Finding("open", f"no arm was timed{at(temperature)}: every answer ended at its first token"))
         elif (best := fastest(speed, temperature)) is not None:
-            found.append(_beside_pair(best, pair_arm(speed), at(temperature)))
-    return found
+            listed.append(_beside_pair(best, pair_arm(speed), at(temperature)))
+    return listed
 
 
 def _beside_pair(best: Fastest, own: str, when: str) -> Finding:
@@ -270,22 +275,22 @@ def _beside_pair(best: Fastest, own: str, when: str) -> Finding:
 def budget_findings(results: Results) -> list[Finding]:
     """A sentence for every limit that the report can judge (all but `memory_gb` and `minutes`)."""
     budget = results.recipe.get("budget") or {}
-    found: list[Finding] = []
+    listed: list[Finding] = []
     fidelity, speed = results.accuracy.fidelity, results.speed
     tasks = [task for task in results.accuracy.tasks if task.recovery is not None]
     if (limit := budget.get("max_kl")) is not None:
         name = f"KL budget {number(limit)} nats/token"
-        found.append(_missing(name) if fidelity is None else _at_most(name, fidelity.kl, limit))
+        listed.append(_missing(name) if fidelity is None else _at_most(name, fidelity.kl, limit))
     if (limit := budget.get("min_agreement")) is not None:
         name = f"agreement budget {percent(limit)}"
-        found.append(_missing(name) if fidelity is None else _at_least(name, fidelity.top1_agreement, limit))
+        listed.append(_missing(name) if fidelity is None else _at_least(name, fidelity.top1_agreement, limit))
     if (limit := budget.get("min_recovery")) is not None:
         name = f"recovery budget {percent(limit)}"
-        found += [_recovery(name, task, limit) for task in tasks] or [_missing(name)]
+        listed += [_recovery(name, task, limit) for task in tasks] or [_missing(name)]
     if (limit := budget.get("ttft_s")) is not None:
         name = f"first-token budget {number(limit)} s"
-        found.append(_missing(name) if speed is None else _first_token(name, speed, limit))
-    return found
+        listed.append(_missing(name) if speed is None else _first_token(name, speed, limit))
+    return listed
 
 
 def _missing(name: str) -> Finding:
@@ -304,9 +309,9 @@ def _first_token(name: str, speed: Speed, limit: float) -> Finding:
 
 def _recovery(name: str, task: TaskResult, limit: float) -> Finding:
     """Score kept, with its interval."""
-    found = task_evidence(task)
-    if found.open:
-        return Finding("open", f"{name} undecided: {task.task}: {found.shortage('items')}")
+    evidence = task_evidence(task)
+    if evidence.open:
+        return Finding("open", f"{name} undecided: {task.task}: {evidence.shortage('items')}")
     low, high = task.recovery_ci or tuple(1 + end / task.original.value for end in task.difference.ci or (0.0, 0.0))
     numbers = f"{task.task} keeps {percent(task.quantized.value / task.original.value)}"
     numbers += f" (95 % CI {percents((low, high))}, n = {task.original.n})"

@@ -26,12 +26,12 @@ def build_plan(spec: QuantSpec) -> QuantPlan:
     """The plan that a recipe's `quantization` means: `ignore` first, then `rules`, then the scheme for the rest."""
     clip = Clip(spec.clip.method, spec.clip.percentile)
     ignored = tuple(Rule(match, None) for match in spec.ignore)
-    rules = tuple(Rule(r.match, _asked(r.scheme, r.group_size, spec, clip)) for r in spec.rules)
-    default = _asked(spec.scheme, spec.group_size if spec.mixed is None else None, spec, clip)
+    rules = tuple(Rule(r.match, _scheme(r.scheme, r.group_size, spec, clip)) for r in spec.rules)
+    default = _scheme(spec.scheme, spec.group_size if spec.mixed is None else None, spec, clip)
     return QuantPlan(default, ignored + rules, kv_scheme(spec.kv))
 
 
-def _asked(name: str, own_group: int | None, spec: QuantSpec, clip: Clip) -> LayerScheme | None:
+def _scheme(name: str, own_group: int | None, spec: QuantSpec, clip: Clip) -> LayerScheme | None:
     """The scheme as the recipe has it; one that may be in groups is where a size stands beside its name."""
     row = SCHEMES[name]
     scheme = row.layer(own_group or spec.group_size or GROUP, clip)
@@ -99,10 +99,10 @@ def needs_statistics(schemes: Mapping[str, LayerScheme | None], plan: QuantPlan,
         "fp8_format": spec.fp8_format == "adaptive",
         spec.method: spec.method != "rtn",
     }
-    found = [reason for reason, needed in reasons.items() if needed]
-    if found and spec.engine == "qspec" and _weighs_errors(schemes):
-        found.append("clip mse (weighted by inputs)")
-    return found
+    needing = [reason for reason, needed in reasons.items() if needed]
+    if needing and spec.engine == "qspec" and _weighs_errors(schemes):
+        needing.append("clip mse (weighted by inputs)")
+    return needing
 
 
 def _weighs_errors(schemes: Mapping[str, LayerScheme | None]) -> bool:
@@ -145,12 +145,12 @@ def _check_kv(kv: KVScheme, arch: ArchMap) -> None:
 def _one_scheme_per_kernel(schemes: dict[str, LayerScheme | None], arch: ArchMap) -> None:
     for names in arch.one_scheme_groups():
         if len({schemes[name] for name in names}) > 1:
-            found = dict.fromkeys(scheme_label(schemes[name]) for name in names)
+            labels = dict.fromkeys(scheme_label(schemes[name]) for name in names)
             block, expert, _ = names[0].partition(".experts.")
             what = f"{names[0].rpartition('.')[0]}.{{{', '.join(n.rpartition('.')[2] for n in names)}}}"
             raise RecipeError(
                 f"{block}.experts" if expert else what,
-                f"has the schemes {' and '.join(found)}, but servers merge these layers into one matmul",
+                f"has the schemes {' and '.join(labels)}, but servers merge these layers into one matmul",
                 "give all of them the same rule",
             )
 

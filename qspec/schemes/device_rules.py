@@ -112,9 +112,9 @@ def refusal(kv: KVScheme) -> str | None:
         "a residual window": kv.residual > 0,
         "INT4 KV": 4 in (key.fmt.bits, value.fmt.bits),
     }
-    found = [what for what, asked in own.items() if asked]
-    if found:
-        return f"only qspec's cache has {' and '.join(found)}"
+    parts = [what for what, used in own.items() if used]
+    if parts:
+        return f"only qspec's cache has {' and '.join(parts)}"
     if "fp8_e5m2" in (key.fmt.name, value.fmt.name):
         return "vLLM refuses E5M2 KV beside FP8 weights, and has corrupted output with it"
     return None if key == value else "vLLM stores keys and values in one format"

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def ours(folder: Path) -> Any:
     model = load_folder(folder)
-    return models.asked_model(Engine(Decoder.from_float(model), model.tokenizer, EOS), QUIET)
+    return models.harness_model(Engine(Decoder.from_float(model), model.tokenizer, EOS), QUIET)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_text_begins_as_for_the_harness(folder: Path, tmp_path: Path):
     (silent / "tokenizer.json").write_text(json.dumps(told | {"post_processor": None}), encoding="utf-8")
     model = load_folder(silent)
     assert model.tokenizer.encode("") == []
-    mine = models.asked_model(Engine(Decoder.from_float(model), model.tokenizer, EOS), QUIET)
+    mine = models.harness_model(Engine(Decoder.from_float(model), model.tokenizer, EOS), QUIET)
     reference = models.folder_model(silent, Cuts())
     assert mine.prefix_token_id == reference.prefix_token_id
     asked = _requests("loglikelihood_rolling", ("The quick brown fox jumps over the lazy dog. ",))
@@ -340,7 +340,7 @@ def test_what_begins_alike_is_read_once(folder: Path):
     shots = ["Worked examples of one subject. " * 8, "Other ones, of the other subject. " * 8]
     pairs = [(f"{shots[i % 2]}Item {i:02}:", f" choice {c}") for i in range(50) for c in "abcd"]
     lm = Counting(folder, max_length=4096)
-    model = models.asked_model(Engine(lm, Letters(), EOS), QUIET)
+    model = models.harness_model(Engine(lm, Letters(), EOS), QUIET)
     model.loglikelihood(_requests("loglikelihood", *pairs))
     naive = sum(len(Letters().encode(context + tail)) - 1 for context, tail in pairs)
     own, choice = len("Item 00:"), len(" choice a")

@@ -50,7 +50,7 @@ def _served(model: LoadedModel, url: str, chat: bool = False) -> Served:
 def both(model: LoadedModel, server: tuple[Model, str]) -> tuple[Any, Any]:
     """The harness's interface over the engine, and over the server."""
     engine = Engine(Decoder.from_float(model), model.tokenizer, EOS)
-    return models.asked_model(engine, QUIET), models.asked_model(_served(model, server[1]), QUIET)
+    return models.harness_model(engine, QUIET), models.harness_model(_served(model, server[1]), QUIET)
 
 
 def _requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:

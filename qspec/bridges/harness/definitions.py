@@ -46,8 +46,8 @@ def wikitext_pages(**_: object) -> dict[str, Any]:
 
 def last_words(data: str, **_: object) -> dict[str, Any]:
     """Passages of a data set without their last word, and that word."""
-    found = (_LAST_WORD.fullmatch(passage) for passage in _passages(data))
-    return {"test": table([match.groupdict() for match in found if match])}
+    matches = (_LAST_WORD.fullmatch(passage) for passage in _passages(data))
+    return {"test": table([match.groupdict() for match in matches if match])}
 
 
 def next_sentences(data: str, **_: object) -> dict[str, Any]:

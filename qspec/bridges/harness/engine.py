@@ -48,12 +48,12 @@ class Engine(Prompts):
 
     def _generate(self, prompt: list[int], stops: Sequence[str], max_tokens: int) -> tuple[str, bool]:
         words, ids = self.split_stops(stops)
-        found: list[int] = []
+        answer: list[int] = []
         reach = max((len(word.encode()) for word in words), default=0)
 
         def watch(tokens: list[int]) -> None:
-            found.extend(tokens)
-            tail = self.tokenizer.decode(found[-(reach + len(tokens)) :])
+            answer.extend(tokens)
+            tail = self.tokenizer.decode(answer[-(reach + len(tokens)) :])
             if any(word in tail for word in words):
                 raise _StopFound
 
@@ -63,7 +63,7 @@ class Engine(Prompts):
             stopped = generate(self.lm, None, None, prompt, max_tokens, greedy, ids, unused, watch).stopped
         except _StopFound:
             pass
-        text = self.tokenizer.decode(found)
+        text = self.tokenizer.decode(answer)
         for word in words:
             text = text.split(word)[0]
         return text, stopped in ("stop", "eos")

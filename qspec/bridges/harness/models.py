@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qspec.bridges.harness.engine import Engine
-from qspec.bridges.harness.prompts import CHAT, Asked, Cuts
+from qspec.bridges.harness.prompts import CHAT, Answerer, Cuts
 from qspec.bridges.harness.scores import Scores, run
 from qspec.bridges.harness.served import Served
 from qspec.bridges.harness.tasks import stated_length
@@ -28,13 +28,13 @@ def evaluate(lm: LM, tokenizer: Tokenizer, task: TaskSpec, eos_ids: Collection[i
     Raises `RecipeError` for an unknown task, and for answers that leave no room for a prompt.
     """
     engine = Engine(lm, tokenizer, eos_ids)
-    return run(asked_model(engine, progress), engine.cuts, task, _condition(engine, lm.max_length))
+    return run(harness_model(engine, progress), engine.cuts, task, _condition(engine, lm.max_length))
 
 
 def evaluate_served(served: Served, task: TaskSpec, own: Mapping[str, Scalar], progress: Progress) -> Scores:
     """Run a task through a server, greedily; `own`: what is to be said of it beside the score."""
     condition = _condition(served, served.context) | {"api": "chat completions" if served.chat else "completions"}
-    return run(asked_model(served, progress), served.cuts, task, condition, own)
+    return run(harness_model(served, progress), served.cuts, task, condition, own)
 
 
 def evaluate_folder(folder: Path, task: TaskSpec) -> Scores:
@@ -49,63 +49,63 @@ def evaluate_folder(folder: Path, task: TaskSpec) -> Scores:
 LOSES: dict[str, Scalar] = {"truncation": "a prompt too long loses its beginning"}
 
 
-def _condition(asked: Asked, context: int) -> dict[str, Scalar]:
-    tokenizer = asked.tokenizer
+def _condition(answerer: Answerer, context: int) -> dict[str, Scalar]:
+    tokenizer = answerer.tokenizer
     own: dict[str, Scalar] = {"bos": bool(tokenizer.encode("")), "context": context}
     own["has_chat_template"] = bool(tokenizer.parts()["chat template"])
     return own | {"tokenizer": tokenizer.fingerprint()[:16]} | LOSES
 
 
-def asked_model(asked: Asked, progress: Progress) -> Any:
-    """The harness's model interface over `asked`; defined here so that lm-eval is imported when it is used."""
+def harness_model(answerer: Answerer, progress: Progress) -> Any:
+    """The harness's model interface over `answerer`; defined here so that lm-eval is imported when it is used."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, hash_string, make_disjoint_window
 
     class QspecLM(TemplateLM):  # type: ignore[misc]
-        max_length = asked.window
-        tokenizer_name = asked.tokenizer.fingerprint()
-        eot_token_id = min(asked.eos_ids, default=0)
-        prefix_token_id = asked.prefix_id
+        max_length = answerer.window
+        tokenizer_name = answerer.tokenizer.fingerprint()
+        eot_token_id = min(answerer.eos_ids, default=0)
+        prefix_token_id = answerer.prefix_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            return asked.encode(string, special=add_special_tokens is not False)
+            return answerer.encode(string, special=add_special_tokens is not False)
 
         def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-            return asked.encode_pair(context, continuation)
+            return answerer.encode_pair(context, continuation)
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-            return found
+            scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+            return scores
 
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-            """Asked in the order of their tokens: what begins alike comes one after the other, and is read once."""
+            """Scores, made in the order of the tokens: a beginning that requests share is read once."""
             for (context, _c), head, tail in requests:
-                if len(head) + len(tail) > asked.window + 1:
-                    asked.cuts.prompts.add(hash_string(context))
+                if len(head) + len(tail) > answerer.window + 1:
+                    answerer.cuts.prompts.add(hash_string(context))
             order = sorted(range(len(requests)), key=lambda i: (requests[i][1], requests[i][2]))
             pairs = [requests[i][1:] for i in order]
-            found = _answers(lambda pair: asked.score(*pair), pairs, asked.at_once, progress, "scoring")
-            return [score for _, score in sorted(zip(order, found, strict=True))]
+            scores = _answers(lambda pair: answerer.score(*pair), pairs, answerer.at_once, progress, "scoring")
+            return [score for _, score in sorted(zip(order, scores, strict=True))]
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-            return _answers(self._rolling, requests, asked.at_once, progress, "scoring")
+            return _answers(self._rolling, requests, answerer.at_once, progress, "scoring")
 
         def _rolling(self, request: Any) -> float:
-            return sum(asked.score(*window)[0] for window in self._windows(request.args[0]))
+            return sum(answerer.score(*window)[0] for window in self._windows(request.args[0]))
 
         def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-            ids = asked.encode(text)
-            return map(make_disjoint_window, get_rolling_token_windows(ids, asked.prefix_id, self.max_length, 1))
+            ids = answerer.encode(text)
+            return map(make_disjoint_window, get_rolling_token_windows(ids, answerer.prefix_id, self.max_length, 1))
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            return _answers(lambda item: self._answer(*item.args), requests, asked.at_once, progress, "answering")
+            return _answers(lambda item: self._answer(*item.args), requests, answerer.at_once, progress, "answering")
 
         def _answer(self, context: str, options: Mapping[str, Any]) -> str:
             until = options.get("until") or []
             stops = [until] if isinstance(until, str) else list(until)
             if options.get("do_sample") and float(options.get("temperature", 1.0)) > 0:
                 raise RecipeError("do_sample", "tasks are answered greedily", "use a task with do_sample: false")
-            return asked.answer(context, hash_string(context), stops, stated_length(options))
+            return answerer.answer(context, hash_string(context), stops, stated_length(options))
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return CHAT + json.dumps(chat_history, ensure_ascii=False)
@@ -118,10 +118,10 @@ def asked_model(asked: Asked, progress: Progress) -> Any:
 
 def _answers(ask: Callable[[T], R], questions: Iterable[T], at_once: int, progress: Progress, what: str) -> list[R]:
     """Answers in order, `at_once` at a time."""
-    asked = list(questions)
+    listed = list(questions)
     with ThreadPoolExecutor(at_once) as pool:
-        found = map(ask, asked) if at_once == 1 else pool.map(ask, asked)
-        return list(progress.track(found, what, total=len(asked), unit="request"))
+        answers = map(ask, listed) if at_once == 1 else pool.map(ask, listed)
+        return list(progress.track(answers, what, total=len(listed), unit="request"))
 
 
 def folder_model(folder: Path, cuts: Cuts) -> Any:
@@ -154,6 +154,6 @@ def folder_model(folder: Path, cuts: Cuts) -> Any:
     model = FolderLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
     model.set_cache_hook(model)
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    told = model.model.generation_config
-    model.model.generation_config = type(told)(**{name: getattr(told, name) for name in ids})
+    config = model.model.generation_config
+    model.model.generation_config = type(config)(**{name: getattr(config, name) for name in ids})
     return model

@@ -73,7 +73,7 @@ class Prompts:
         return [stop for stop in ids if stop not in special], {ids[stop][0] for stop in special} | self.eos_ids
 
 
-class Asked(Protocol):
+class Answerer(Protocol):
     """What answers the harness's questions. `at_once`: how many of them it takes at a time."""
 
     tokenizer: Tokenizer

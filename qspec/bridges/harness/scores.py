@@ -70,19 +70,19 @@ def run(
 
 def _items(report: Mapping[str, Any], cuts: Cuts, task: TaskSpec) -> tuple[str, list[Sample]]:
     """Items of all sub-tasks under the first filter, by the first metric that the task states and that scores items."""
-    found: Mapping[str, list[Any]] = report["samples"]
-    first, config = next(iter(found.values()))[0], report["configs"][next(iter(found))]
+    samples_of: Mapping[str, list[Any]] = report["samples"]
+    first, config = next(iter(samples_of.values()))[0], report["configs"][next(iter(samples_of))]
     metric = next((m for m in _metrics(config, first["metrics"]) if _score(first[m]) is not None), None)
     if metric is None:
         raise RecipeError(f"task {task.name!r}", "has no score per item to compare arms by", "use another task")
     samples: list[Sample] = []
-    for name, items in found.items():
+    for name, items in samples_of.items():
         for item in (item for item in items if item["filter"] == items[0]["filter"]):
             key = item["prompt_hash"]
             flags = (key in cuts.answers, key in cuts.prompts)
             score, right = _score(item[metric]) or 0.0, _likelihood(item, report["configs"][name])
-            said = _answer(item["resps"])
-            samples.append(Sample(name, item["doc_id"], item["doc_hash"], key, score, *flags, said, right))
+            answer = _answer(item["resps"])
+            samples.append(Sample(name, item["doc_id"], item["doc_hash"], key, score, *flags, answer, right))
     label = metric if isinstance(first[metric], int | float) else f"1 / {metric}"
     return f"{label},{first['filter']}", samples
 
@@ -130,7 +130,7 @@ def _score(value: object) -> float | None:
 def _stated(report: Mapping[str, Any], task: TaskSpec, samples: Iterable[Sample]) -> dict[str, Scalar]:
     tasks = list(report["samples"])
     config = report["configs"][tasks[0]]
-    asked = hashlib.sha256("".join(sample.prompt_hash for sample in samples).encode())
+    digest = hashlib.sha256("".join(sample.prompt_hash for sample in samples).encode())
     return {
         "harness": str(report["lm_eval_version"]),
         "task_version": ", ".join(sorted({str(report["versions"][name]) for name in tasks})),
@@ -140,7 +140,7 @@ def _stated(report: Mapping[str, Any], task: TaskSpec, samples: Iterable[Sample]
         "rows_available": sum(report["n-samples"][name]["original"] for name in tasks),
         "chat_template": task.chat_template,
         "max_gen_toks": (config.get("generation_kwargs") or {}).get("max_gen_toks"),
-        "prompts": asked.hexdigest()[:16],
+        "prompts": digest.hexdigest()[:16],
         "chance": _chance(report),
     }
 

@@ -44,12 +44,12 @@ class Served(Prompts):
         """Greedy continuation up to a stop string, a stop token or `max_tokens`; `key` names it in `cuts`."""
         with self._tokenizing:
             words, ids = self.split_stops(stops)
-            asked: list[int] | list[dict[str, str]] = self.fit(context, key, max_tokens, self.context)
+            prompt: list[int] | list[dict[str, str]] = self.fit(context, key, max_tokens, self.context)
         if self.chat:
             if not context.startswith(CHAT):
                 raise RecipeError("a chat API", "takes conversations", "set chat_template: true in the task")
-            asked = json.loads(context.removeprefix(CHAT))
-        found = self.api.complete(asked, max_tokens, words, sorted(ids - self.eos_ids))
-        if found.cut:
+            prompt = json.loads(context.removeprefix(CHAT))
+        completion = self.api.complete(prompt, max_tokens, words, sorted(ids - self.eos_ids))
+        if completion.cut:
             self.cuts.answers.add(key)
-        return found.text
+        return completion.text

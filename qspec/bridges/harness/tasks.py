@@ -34,18 +34,18 @@ def require(task: TaskSpec, context: int) -> int:
     with find_tasks(task) as (names, manager):
         try:
             with cached_without_hub():
-                found = list(manager.load(names)["tasks"].values())
+                loaded = list(manager.load(names)["tasks"].values())
         except (OSError, ValueError, RuntimeError) as error:
             rule = f"cannot be loaded ({' '.join(str(error).split())[:120]})"
             fix = "go online, set QSPEC_DATA to a folder that holds its rows, or remove the task"
             raise SourceError(f"task {task.name!r}", rule, fix) from error
-    if not task.run_code and any(getattr(item, "UNSAFE_CODE", False) for item in found):
+    if not task.run_code and any(getattr(item, "UNSAFE_CODE", False) for item in loaded):
         rule = "runs the code that the model writes, on this machine"
         raise RecipeError(f"task {task.name!r}", rule, "allow it with run_code: true, in a container without secrets")
-    for item in found:
+    for item in loaded:
         if item.OUTPUT_TYPE == "generate_until":
             require_room(task.max_gen_toks or stated_length(item.config.generation_kwargs), context)
-    rows = [len(item.eval_docs) for item in found]
+    rows = [len(item.eval_docs) for item in loaded]
     return sum(rows) if task.limit is None else sum(min(task.limit, count) for count in rows)
 
 

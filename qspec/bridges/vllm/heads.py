@@ -35,11 +35,11 @@ class HeadProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         """Raises `SourceError` if the configuration names no folder, or fewer heads than tokens are asked for."""
-        told = vllm_config.additional_config or {}
-        if FOLDER_KEY not in told:
+        config = vllm_config.additional_config or {}
+        if FOLDER_KEY not in config:
             fix = f'pass --additional-config \'{{"{FOLDER_KEY}": "<folder of the head>"}}\''
             raise SourceError("the head's folder", "is not told", fix)
-        folder, target = Path(told[FOLDER_KEY]), Path(vllm_config.model_config.model)
+        folder, target = Path(config[FOLDER_KEY]), Path(vllm_config.model_config.model)
         self._k: int = vllm_config.speculative_config.num_speculative_tokens
         n = speculator.read_shape(folder).n_predict
         if self._k > n:
@@ -116,9 +116,9 @@ def handing_over(taken: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(taken)
     def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.drafter, HeadProposer):
-            told = signature.bind(self, *args, **kwargs)
-            told.apply_defaults()
-            scheduler, sampled, hidden_RH, drafted = (told.arguments[name] for name in _HANDED)
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            scheduler, sampled, hidden_RH, drafted = (bound.arguments[name] for name in _HANDED)
             rows = [1] * len(sampled) if drafted is None else [n + 1 for n in drafted.num_draft_tokens]
             self.drafter.follow(hidden_RH, rows, sampled, getattr(scheduler, _SCHEDULED, None))
         return taken(self, *args, **kwargs)

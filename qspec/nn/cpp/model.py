@@ -77,7 +77,7 @@ def arch_obstacle(arch: ArchMap) -> str | None:
         "norms after a mixture of experts": arch.n_experts > 0 and arch.post_norms,
         "a piece of a model": not arch.has_head or arch.first_layer != 0,
     }
-    return next((reason for reason, found in reasons.items() if found), None)
+    return next((reason for reason, lacking in reasons.items() if lacking), None)
 
 
 def _norm_names(arch: ArchMap) -> list[str | None]:
@@ -89,11 +89,11 @@ def _norm_names(arch: ArchMap) -> list[str | None]:
 
 def quantized_obstacle(model: QuantizedModel) -> str | None:
     kv = model.plan.kv
-    if kv is not None and (found := _cache_obstacle(kv, bool(model.q_scale))):
-        return found
+    if kv is not None and (obstacle := _cache_obstacle(kv, bool(model.q_scale))):
+        return obstacle
     for name, linear in model.linears.items():
-        if found := linear_obstacle(linear):
-            return f"{name}: {found}"
+        if obstacle := linear_obstacle(linear):
+            return f"{name}: {obstacle}"
     for group in model.arch.fused_groups():
         members = [model.linears.get(name, model.tensors.get(f"{name}.weight")) for name in group]
         if len({member_form(m) for m in members if m is not None}) > 1:

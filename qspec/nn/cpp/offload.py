@@ -71,9 +71,9 @@ class Sizes:
     def under(self, limit: int) -> Residency:
         """With as many layers in memory as `limit` allows; raises `RecipeError` where it does not allow for none."""
         ways = [self.holding(count) for count in range(len(self.layers), -1, -1)]
-        found = next((way for way in ways if way.total <= limit), None)
-        if found is not None:
-            return found
+        way = next((way for way in ways if way.total <= limit), None)
+        if way is not None:
+            return way
         least = megabytes(min(way.total for way in ways))
         rule = (
             f"the model takes {least} at the least: {megabytes(self.fixed)} for embedding, head and KV cache, the rest "
@@ -125,8 +125,8 @@ class OffloadedDecoder(NativeDecoder):
 
     def reading(self) -> Reading:
         """All that was read since the model was opened, by all its sequences."""
-        found = self._core.reading()
-        return Reading(found.bytes, found.seconds, found.waited)
+        reading = self._core.reading()
+        return Reading(reading.bytes, reading.seconds, reading.waited)
 
 
 def packed_path(weights: str) -> Path:
@@ -149,9 +149,9 @@ class _StreamedCore(Core):
         super().__init__(model, max_length, None)
 
     def reading(self) -> native_interface.Reading:
-        found = native_interface.Reading()
-        self.lib.qspec_reading(self.handle, byref(found))
-        return found
+        reading = native_interface.Reading()
+        self.lib.qspec_reading(self.handle, byref(reading))
+        return reading
 
     def unreadable(self) -> Exception:
         error = self.reading().error

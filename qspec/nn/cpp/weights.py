@@ -158,10 +158,10 @@ def pack_rows(weight_VK: Tensor) -> Packed:
 def _pack_outliers(
     members: Sequence[Member], rows: Sequence[int], k: int, paired: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    found = [m.outliers if isinstance(m, QLinear) else None for m in members]
-    if all(matrix is None for matrix in found):
+    outliers = [m.outliers if isinstance(m, QLinear) else None for m in members]
+    if all(matrix is None for matrix in outliers):
         return None
-    whole = concatenated([nothing((n, k)) if x is None else x for n, x in zip(rows, found, strict=True)])
+    whole = concatenated([nothing((n, k)) if x is None else x for n, x in zip(rows, outliers, strict=True)])
 
     def by_panel(x_N: Tensor) -> Tensor:
         return _joined([_panels(part[:, None]) for part in x_N.split(list(rows))], paired).flatten()

@@ -154,18 +154,18 @@ class CudaDecoder:
     def forward_many(
         cls, sequences: Sequence["CudaDecoder"], tokens: Sequence[Tensor], parents: Sequence[Parents | None]
     ) -> list[Tensor]:
-        pool, asked = sequences[0]._pool, list(zip(sequences, tokens, parents, strict=True))
+        pool, requests = sequences[0]._pool, list(zip(sequences, tokens, parents, strict=True))
         assert all(sequence._pool is pool for sequence in sequences), "forks of different weights"
-        if any(max(len(tokens_T), len(up or ())) > NODES for _, tokens_T, up in asked):
-            return [sequence._alone(tokens_T, up) for sequence, tokens_T, up in asked]
+        if any(max(len(tokens_T), len(up or ())) > NODES for _, tokens_T, up in requests):
+            return [sequence._alone(tokens_T, up) for sequence, tokens_T, up in requests]
         batch, cache = max(sequence.slot for sequence in sequences) + 1, pool.passes.cache
         batch = batch_bucket(batch, cache.sequences)
         given = Inputs.padding(batch, row_bucket(max(map(len, tokens))), cache.length)
-        for sequence, tokens_T, parents_K in asked:
+        for sequence, tokens_T, parents_K in requests:
             sequence._place(given, tokens_T, parents_K)
         logits_BRV, hidden_BRH = pool.passes(given)
         out = []
-        for sequence, tokens_T, parents_K in asked:
+        for sequence, tokens_T, parents_K in requests:
             rows = slice(len(tokens_T))
             sequence._advance(len(tokens_T), parents_K, hidden_BRH[sequence.slot, rows].clone())
             out.append(logits_BRV[sequence.slot, rows].clone())

@@ -24,7 +24,7 @@ from qspec.nn.cuda.passes import NODES, Captured, Inputs, Passes, batch_bucket, 
 from qspec.numerics.speculation.probs import sample
 from qspec.ops import cuda as ops
 
-Law = Callable[[Tensor], Tensor]
+Distribution = Callable[[Tensor], Tensor]
 """Logits `[…, V]` to probabilities."""
 
 
@@ -37,7 +37,7 @@ class Rule(Protocol):
         """Tokens `[B]`, and the laws `[B, V]` that they were drawn from; None for tokens that are certain."""
 
     def verify(
-        self, logits_BRV: Tensor, drafts_BK: Tensor, laws_BKV: Tensor | None, uniforms_BR: Tensor
+        self, logits_BRV: Tensor, drafts_BK: Tensor, probs_BKV: Tensor | None, uniforms_BR: Tensor
     ) -> tuple[Tensor, Tensor]:
         """How many drafts stand `[B]`, and the token behind them `[B]`."""
 
@@ -51,7 +51,7 @@ class Greedy:
         return logits_BV.argmax(-1), None
 
     def verify(
-        self, logits_BRV: Tensor, drafts_BK: Tensor, laws_BKV: Tensor | None, uniforms_BR: Tensor
+        self, logits_BRV: Tensor, drafts_BK: Tensor, probs_BKV: Tensor | None, uniforms_BR: Tensor
     ) -> tuple[Tensor, Tensor]:
         return ops.verify_greedy(logits_BRV, drafts_BK)
 
@@ -61,17 +61,17 @@ class Sampled:
 
     draws = True
 
-    def __init__(self, law: Law) -> None:
-        self._law = law
+    def __init__(self, distribution: Distribution) -> None:
+        self._distribution = distribution
 
     def draft(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor | None]:
-        law_BV = self._law(logits_BV)
-        return sample(law_BV, uniforms_B), law_BV
+        probs_BV = self._distribution(logits_BV)
+        return sample(probs_BV, uniforms_B), probs_BV
 
     def verify(
-        self, logits_BRV: Tensor, drafts_BK: Tensor, laws_BKV: Tensor | None, uniforms_BR: Tensor
+        self, logits_BRV: Tensor, drafts_BK: Tensor, probs_BKV: Tensor | None, uniforms_BR: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return ops.verify_sampling(self._law(logits_BRV), drafts_BK, laws_BKV, uniforms_BR)
+        return ops.verify_sampling(self._distribution(logits_BRV), drafts_BK, probs_BKV, uniforms_BR)
 
 
 class Synthetic(Greedy):
@@ -83,9 +83,9 @@ class Synthetic(Greedy):
         self._alpha = alpha
 
     def verify(
-        self, logits_BRV: Tensor, drafts_BK: Tensor, laws_BKV: Tensor | None, uniforms_BR: Tensor
+        self, logits_BRV: Tensor, drafts_BK: Tensor, probs_BKV: Tensor | None, uniforms_BR: Tensor
     ) -> tuple[Tensor, Tensor]:
-        super().verify(logits_BRV, drafts_BK, laws_BKV, uniforms_BR)
+        super().verify(logits_BRV, drafts_BK, probs_BKV, uniforms_BR)
         accepted_B = (uniforms_BR[:, :-1] < self._alpha).long().cumprod(1).sum(1)
         return accepted_B, logits_BRV.argmax(-1).gather(1, accepted_B[:, None])[:, 0]
 
@@ -105,7 +105,7 @@ class LoopState:
     turn_1: Tensor
     tokens_SBR: Tensor
     counts_SB: Tensor
-    stood_SB: Tensor
+    accepted_SB: Tensor
     uniforms_SBU: Tensor
 
     @classmethod
@@ -121,7 +121,7 @@ class LoopState:
             turn_1=zeros(1),
             tokens_SBR=zeros(steps, batch, drafts + 1),
             counts_SB=zeros(steps, batch),
-            stood_SB=zeros(steps, batch),
+            accepted_SB=zeros(steps, batch),
             uniforms_SBU=torch.zeros(steps, batch, 2 * drafts + 1, dtype=torch.float64, device=device),
         )
 
@@ -208,7 +208,7 @@ class CudaLoop:
     def read(self, batch: int, steps: int) -> tuple[list[list[list[int]]], list[list[int]]]:
         """What the last `steps` gave, by slot and step: committed tokens, and how many drafts stood. The host waits."""
         state = self.state
-        parts = state.tokens_SBR, state.counts_SB[..., None], state.stood_SB[..., None]
+        parts = state.tokens_SBR, state.counts_SB[..., None], state.accepted_SB[..., None]
         rows = torch.cat(parts, -1)[:steps, :batch].transpose(0, 1).tolist()
         return [[row[: row[-2]] for row in own] for own in rows], [[row[-1] for row in own] for own in rows]
 
@@ -221,47 +221,49 @@ class CudaLoop:
         """One step for all. Reads nothing on the host."""
         s, b = self.state, slice(batch)
         uniforms_BU = s.uniforms_SBU.index_select(0, s.turn_1)[0, b]
-        drafts_BK, laws_BKV = self._draft(drafts, batch, uniforms_BU)
+        drafts_BK, probs_BKV = self._draft(drafts, batch, uniforms_BU)
         given = self._behind(self.target, torch.cat([s.newest_B[b, None], drafts_BK], 1), s.lengths_B[b])
         logits_BRV, _ = self.target.run(given)
-        judged = self.rule.verify(logits_BRV, drafts_BK, laws_BKV, uniforms_BU[:, drafts : 2 * drafts + 1])
+        judged = self.rule.verify(logits_BRV, drafts_BK, probs_BKV, uniforms_BU[:, drafts : 2 * drafts + 1])
         self._commit(given.tokens_BR, *judged)
         s.turn_1.add_(1).remainder_(self.steps)
 
     def _draft(self, count: int, batch: int, uniforms_BU: Tensor) -> tuple[Tensor, Tensor | None]:
         s, b = self.state, slice(batch)
-        tokens, laws = [s.newest_B[b, None][:, :0]], list[Tensor]()
+        tokens, probs = [s.newest_B[b, None][:, :0]], list[Tensor]()
         rows_BR, lengths_B = torch.stack([s.previous_B[b], s.newest_B[b]], 1), (s.lengths_B[b] - 1).clamp(min=0)
         for i in range(count):
             assert self.draft is not None
             logits_BRV, _ = self.draft.run(self._behind(self.draft, rows_BR, lengths_B))
-            token_B, law_BV = self.rule.draft(logits_BRV[:, -1, : self._tokens], uniforms_BU[:, i])
+            token_B, probs_BV = self.rule.draft(logits_BRV[:, -1, : self._tokens], uniforms_BU[:, i])
             lengths_B = lengths_B + rows_BR.shape[1]
             rows_BR = token_B[:, None]
             tokens.append(rows_BR)
-            if law_BV is not None:
-                laws.append(pad(law_BV, (0, self._vocab - law_BV.shape[1])))
-        return torch.cat(tokens, 1), torch.stack(laws, 1) if laws else None
+            if probs_BV is not None:
+                probs.append(pad(probs_BV, (0, self._vocab - probs_BV.shape[1])))
+        return torch.cat(tokens, 1), torch.stack(probs, 1) if probs else None
 
     def _behind(self, half: Passes, tokens_BR: Tensor, lengths_B: Tensor) -> Inputs:
         """The next rows of every sequence; those of one at rest go to the spare position."""
         given, rests_B = Inputs.chain(tokens_BR, lengths_B), self.state.left_B[: len(tokens_BR)] == 0
         return replace(given, slots_BR=given.slots_BR.masked_fill(rests_B[:, None], half.cache.length))
 
-    def _commit(self, rows_BR: Tensor, stood_B: Tensor, next_B: Tensor) -> None:
+    def _commit(self, rows_BR: Tensor, accepted_B: Tensor, next_B: Tensor) -> None:
         """Keep what stands, up to a stop token or the end; the newest token is the last of it."""
         s, (batch, size) = self.state, rows_BR.shape
-        b, stood_B1 = slice(batch), stood_B.long()[:, None]
-        made_BR = torch.cat([rows_BR[:, 1:], next_B[:, None]], 1).scatter(1, stood_B1, next_B[:, None])
+        b, accepted_B1 = slice(batch), accepted_B.long()[:, None]
+        made_BR = torch.cat([rows_BR[:, 1:], next_B[:, None]], 1).scatter(1, accepted_B1, next_B[:, None])
         stops_BR = (made_BR[..., None] == self._eos_E).any(-1)
         row_R = torch.arange(size, device=rows_BR.device)
-        kept_BR = (row_R <= stood_B1) & (row_R < s.left_B[b, None]) & (stops_BR.long().cumsum(1) - stops_BR.long() == 0)
+        kept_BR = (
+            (row_R <= accepted_B1) & (row_R < s.left_B[b, None]) & (stops_BR.long().cumsum(1) - stops_BR.long() == 0)
+        )
         count_B = kept_BR.sum(1)
         last_B1, lives_B = (count_B - 1).clamp(min=0)[:, None], count_B > 0
         for mine, rows in ((s.previous_B, rows_BR), (s.newest_B, made_BR)):
             mine[b] = torch.where(lives_B, rows.gather(1, last_B1)[:, 0], mine[b])
         s.lengths_B[b] += count_B
         s.left_B[b] = (s.left_B[b] - count_B) * ~(stops_BR & kept_BR).any(1)
-        records = (s.tokens_SBR[:, b, :size], made_BR), (s.counts_SB[:, b], count_B), (s.stood_SB[:, b], stood_B)
+        records = (s.tokens_SBR[:, b, :size], made_BR), (s.counts_SB[:, b], count_B), (s.accepted_SB[:, b], accepted_B)
         for record, x in records:
             record.index_copy_(0, s.turn_1, x[None].long())

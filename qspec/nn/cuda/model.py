@@ -77,25 +77,25 @@ class CudaModel:
 
 def obstacle(model: LoadedModel | QuantizedModel) -> str | None:
     """Why the CUDA engine does not run this model, in words; None when it does."""
-    found = _arch_obstacle(model.arch)
-    if found is not None or isinstance(model, LoadedModel):
-        return found
+    reason = _arch_obstacle(model.arch)
+    if reason is not None or isinstance(model, LoadedModel):
+        return reason
     if model.head_ids is not None:
         return "a head for a part of the vocabulary"
     linears = model.linears
     for group in model.arch.fused_groups():
-        found = merge_obstacle([linears.get(name) for name in group])
-        if found is not None:
-            return f"{group[0]} and what it is merged with: {found}"
-    own = (f"{name}: {found}" for name, linear in linears.items() if (found := _linear_obstacle(linear)))
+        reason = merge_obstacle([linears.get(name) for name in group])
+        if reason is not None:
+            return f"{group[0]} and what it is merged with: {reason}"
+    own = (f"{name}: {reason}" for name, linear in linears.items() if (reason := _linear_obstacle(linear)))
     return next(own, None) or _kv_obstacle(model)
 
 
 def load(model: LoadedModel | QuantizedModel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> CudaModel:
     """Pack a model onto a device; raises `RecipeError` for one that has an `obstacle`."""
-    found = obstacle(model)
-    if found is not None:
-        raise RecipeError(f"model {model.arch.model_type} on CUDA", found, "run it on the CPU: device cpu")
+    reason = obstacle(model)
+    if reason is not None:
+        raise RecipeError(f"model {model.arch.model_type} on CUDA", reason, "run it on the CPU: device cpu")
     source = _Source(model, device, dtype)
     arch = model.arch
     layers = tuple(layer_of(arch, name, source.gain, source.matrix) for name in arch.layers)
@@ -171,7 +171,7 @@ def _arch_obstacle(arch: ArchMap) -> str | None:
         "a Hadamard transform before down_proj": arch.down_hadamard,
         "a piece of a model": not arch.has_head or arch.first_layer > 0,
     }
-    return next((name for name, found in odd.items() if found), None)
+    return next((name for name, present in odd.items() if present), None)
 
 
 def _linear_obstacle(linear: QLinear) -> str | None:

@@ -180,11 +180,11 @@ class Decoder:
     ) -> list[Tensor]:
         first, counts = sequences[0], [len(tokens_T) for tokens_T in tokens]
         assert all(sequence.weights == first.weights for sequence in sequences), "forks of different weights"
-        asked = list(zip(sequences, counts, parents, strict=True))
-        plans = [sequence._rows(count, parents_K) for sequence, count, parents_K in asked]
+        requests = list(zip(sequences, counts, parents, strict=True))
+        plans = [sequence._rows(count, parents_K) for sequence, count, parents_K in requests]
         hidden_TK = torch.cat(first._run_together(plans, first.embed(torch.cat(list(tokens))).split(counts)))
         logits_TV = torch.cat([first.run_head(x_TK) for x_TK in hidden_TK.split(EXACT_ROWS - 1)])
-        for (sequence, count, parents_K), x_TK in zip(asked, hidden_TK.split(counts), strict=True):
+        for (sequence, count, parents_K), x_TK in zip(requests, hidden_TK.split(counts), strict=True):
             sequence._advance(count, parents_K)
             sequence._note(x_TK, parents_K)
         return list(logits_TV.split(counts))

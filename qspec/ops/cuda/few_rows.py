@@ -154,7 +154,7 @@ def tile_rows(rows: int) -> int:
 def tilings(rows: int, weight: CudaWeight, programs: int) -> list[Tiles]:
     """Ways to cut `few_rows` that may be the fastest, the likeliest first. Two programs per processor hide latency."""
     outputs, width = weight.codes.shape
-    found = list[Tiles]()
+    tilings = list[Tiles]()
     for count, row_bytes, waves in ((64, 128, 2), (64, 128, 4), (128, 128, 2), (64, 256, 2)):
         if rows > 16 and max(2 * count, row_bytes) > 128:  # more registers or shared memory than there is
             continue
@@ -162,8 +162,8 @@ def tilings(rows: int, weight: CudaWeight, programs: int) -> list[Tiles]:
         most = max(triton.cdiv(width, inputs) // 4, 1)
         splits = min(triton.cdiv(waves * programs, triton.cdiv(outputs, count)), most, 32)
         tiles = Tiles(count, inputs, splits)
-        found += [tiles] if tiles not in found else []
-    return found
+        tilings += [tiles] if tiles not in tilings else []
+    return tilings
 
 
 def few_rows(codes_NK: Tensor, scale_N: Tensor | None, weight: CudaWeight, tiles: Tiles) -> Tensor:

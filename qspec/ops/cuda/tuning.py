@@ -39,10 +39,10 @@ class Tuner:
 
     def _read(self) -> dict[str, str]:
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            chosen = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return chosen if isinstance(chosen, dict) else {}
 
     def _write(self) -> None:
         try:

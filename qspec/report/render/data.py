@@ -18,9 +18,9 @@ def as_csv(document: Document) -> str:
     for table in tables(document):
         for row in table.rows:
             for column, cell in zip(table.columns[1:], row[1:], strict=True):
-                found = _numbers(cell)
-                numbers = (found.get(name, "") for name in ("value", "low", "high"))
-                writer.writerow((table.caption, row[0], " ".join(column.split()), *numbers, cell))
+                numbers = _numbers(cell)
+                columns = (numbers.get(name, "") for name in ("value", "low", "high"))
+                writer.writerow((table.caption, row[0], " ".join(column.split()), *columns, cell))
     return out.getvalue()
 
 
@@ -50,7 +50,7 @@ def as_json(document: Document) -> str:
 def _numbers(cell: str) -> dict[str, float]:
     """`value` of a number, `low` and `high` of an interval; what is not finite stays text."""
     if isinstance(cell, Range):
-        found = dict(zip(("low", "high"), cell.ends, strict=True))
+        numbers = dict(zip(("low", "high"), cell.ends, strict=True))
     else:
-        found = {"value": cell.value} if isinstance(cell, Numeral) else {}
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+        numbers = {"value": cell.value} if isinstance(cell, Numeral) else {}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -22,8 +22,8 @@ def _block(block: Block) -> str:
         case Heading(text):
             return f"## {_text(text)}\n"
         case Finding(tone, text, word):
-            said = f"**{_text(word)}:** " if tone == "danger" and word else ""
-            return f"- {MARKS[tone]} {said}{_text(text)}"
+            lead = f"**{_text(word)}:** " if tone == "danger" and word else ""
+            return f"- {MARKS[tone]} {lead}{_text(text)}"
         case Paragraph(text):
             return f"{_text(text)}\n"
         case Table(caption, columns, rows):

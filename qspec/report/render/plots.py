@@ -403,4 +403,4 @@ def _own(element: ET.Element) -> None:
         attributes["style"] = " ".join(re.findall(r"fill: #\w+", attributes["style"]))
     for name in {"style", "d", "x", "y"} & attributes.keys():
         short = re.sub(r"(\.\d\d)\d+", r"\1", " ".join(attributes[name].split()))
-        attributes[name] = re.sub(r"#00000(\d)", lambda found: f"var(--{NAMES[int(found[1]) - 1]})", short)
+        attributes[name] = re.sub(r"#00000(\d)", lambda match: f"var(--{NAMES[int(match[1]) - 1]})", short)
