@@ -117,7 +117,7 @@ class WeightScheme:
 
 @dataclass(frozen=True)
 class Modifier:
-    """What a recipe adds to a scheme and qspec's own engine alone runs. fix: how to leave it out.
+    """A recipe's addition to a scheme, run by qspec's own engine alone. fix: how to leave it out.
 
     has: whether a layer's formats show it. transformers: what happens there; None: it loads.
     """

@@ -76,7 +76,7 @@ SIZES = {
 """The most of each size in a `config.json`, several times what any model has: lists as long are made before weights are
 seen."""
 _MOST_EXPERTS = 1 << 20
-"""Of all layers together."""
+"""The most experts of all layers together."""
 _NUMBERS = {
     "rms_norm_eps": (1e-12, 1.0),
     "attention scale": (1e-6, 1e3),

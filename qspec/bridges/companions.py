@@ -16,7 +16,7 @@ from qspec.bridges.tensors import weight_files
 CARD, SOURCE_CARD = "README.md", "README.source.md"
 """A README of the source, and its name beside other weights, whose card it must not become."""
 NOTICES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
-"""What the names of files begin with that have to travel with weights."""
+"""Beginnings of the names of files that have to travel with weights."""
 MOST_FILES, MOST_BYTES, MOST_TOTAL = 200, 64 << 20, 256 << 20
 """Bounds: files, bytes of one (the largest tokenizers have 35 MB), bytes of all."""
 _MOST_ENTRIES = 10_000
@@ -130,7 +130,7 @@ def left_out_notes(left_out: Mapping[str, str]) -> list[str]:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
-    """What lies in a folder and in its subfolders, those of subfolders as a whole."""
+    """Entries of a folder and of its subfolders; deeper folders as a whole."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
             yield from ((f"{path.name}/{inner.name}", inner) for inner in sorted(path.iterdir()))

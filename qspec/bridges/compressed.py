@@ -104,7 +104,7 @@ def _explained(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Description:
-    """What a checkpoint says of its tensors. `schemes`: of the layers that are quantized; `sidecar`: of qspec's own."""
+    """A checkpoint's description of its tensors. `schemes`: those of quantized layers; `sidecar`: qspec's own part."""
 
     config: dict[str, Any]
     arch: ArchMap
@@ -298,7 +298,7 @@ class _Reader:
         return self._tensors.get(name)
 
     def rest(self, arch: ArchMap, linears: Iterable[str]) -> Mapping[str, Tensor]:
-        """What is no part of `linears`, nor a KV scale; codes among it would be taken for floats."""
+        """Tensors that are no part of `linears` and no KV scale; codes among them are refused."""
         stored = {stored_as(arch, layer) for layer in linears}
         names = [name for name in self._tensors if not _is_part(name, stored)]
         for name in names:

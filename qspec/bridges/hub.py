@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 MODEL_FILES = (*TOKENIZER_FILES, *(f"{name}*" for name in NOTICES), "model*.safetensors", INDEX)
-"""What is fetched without knowing what else there is."""
+"""Patterns of files that are fetched before the list of all files is known."""
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _fetch(model: str, revision: str | None, patterns: tuple[str, ...], cached: 
 
 
 def _explained(model: str, revision: str | None, fetch: Callable[[], T]) -> T:
-    """What `fetch` returns, or one clear sentence about why there is nothing; raises `SourceError`."""
+    """The result of `fetch`; raises `SourceError`, one clear sentence, where there is none."""
     from huggingface_hub import constants, errors
 
     at = f" at revision {revision!r}" if revision else ""

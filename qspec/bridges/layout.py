@@ -114,7 +114,7 @@ def stored_rows(arch: ArchMap, layer: str) -> tuple[int, int] | None:
 
 
 def stored_schemes(arch: ArchMap, resolved: Mapping[str, V]) -> dict[str, V | None]:
-    """What linear layers have, by their names on disk; the routers, which are never quantized, have None."""
+    """Schemes of linear layers by their names on disk; None for routers, which are never quantized."""
     routers = {stored_as(arch, router): None for router in arch.routers()}
     return {stored_as(arch, layer): scheme for layer, scheme in resolved.items()} | routers
 

@@ -104,7 +104,7 @@ def _refuse_layer(layer: str, scheme: LayerScheme, width: int, method: str) -> N
 
 
 def _settings(stored: Resolved, plan: QuantPlan) -> dict[str, Any]:
-    """What every quantizing modifier takes, by names on disk; dynamic KV scales are no business of the library."""
+    """Arguments of every quantizing modifier, by names on disk; dynamic KV scales are no business of the library."""
     config = quant_config.encode(stored, plan.kv, version="")
     if config is None:
         raise RecipeError("scheme none", "leaves nothing to quantize", "use engine: qspec, or another scheme")

@@ -20,7 +20,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a server says of its model; context: tokens that it holds (None: unsaid); engine: who owns it."""
+    """A server's facts about its model; context: tokens that it holds (None: unstated); engine: who owns it."""
 
     name: str
     context: int | None
@@ -66,7 +66,7 @@ class Api:
         self._client.close()
 
     def facts(self) -> ModelFacts:
-        """Of the chosen model. Raises `SourceError` where the address answers nothing, or has no such model."""
+        """The chosen model's facts. Raises `SourceError` where the address answers nothing, or has no such model."""
         known = {entry["id"]: entry for entry in self._ask("GET", "models")["data"]}
         name = self._model or next(iter(known), "")
         if name not in known:

@@ -1,4 +1,4 @@
-"""What `optimum-cli` discovers.
+"""The module that `optimum-cli` discovers.
 
 optimum reads `REGISTER_COMMANDS` of every module of the namespace package `optimum.commands.register`, to which any
 distribution may contribute: the wheel carries this file there, too.

@@ -120,7 +120,7 @@ class FolderStore:
             self._fs.put_file(str(item.content), self._at(item.name))
 
     def _marker(self) -> tuple[str, list[str]] | None:
-        """What an interrupted attempt was to write, and files that it may have left; None if there was none."""
+        """Identity and files that an interrupted attempt was to write; None if there was none."""
         if self._size(MARKER) is None:
             return None
         identity, *names = self._fs.cat_file(self._at(MARKER)).decode(errors="replace").split("\n")

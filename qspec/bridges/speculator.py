@@ -119,7 +119,7 @@ def write(head: MLPSpeculator, folder: Path, facts: Mapping[str, Any] | None = N
 
 
 def _modules(head: MLPSpeculator) -> list[tuple[list[str], nn.Module]]:
-    """What is stored, with all names that it goes by (several where it is tied)."""
+    """Modules that are stored, with all their names (several where they are tied)."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in head.named_modules(remove_duplicate=False):
         own = list(module.named_parameters(recurse=False))
@@ -135,7 +135,7 @@ class _Reader:
         self._stored, self._folder = stored, folder
 
     def ids(self, shape: SpeculatorShape) -> Tensor:
-        """What the head can draft, `[D]`."""
+        """Ids that the head can draft, `[D]`."""
         ids_D = self.tensor([_IDS], torch.Size([shape.draft_vocab]), (torch.int32, torch.int64))
         return rising_ids(ids_D, shape.vocab_size, f"{self._folder}: {_PREFIX}{_IDS}")
 

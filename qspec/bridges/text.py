@@ -243,7 +243,7 @@ def prompts(
 
 
 def requests(name: str) -> list[str]:
-    """What every row of a data set asks: its prompt fields, or its text where it has none; empty ones left out."""
+    """The request of every row of a data set: its prompt fields, or its text where it has none; empty ones left out."""
     source = _find(name)
     texts = (_text(row, source.entry.prompt or source.fields).strip() for row in source.rows())
     return [text for text in texts if text]
@@ -357,7 +357,7 @@ def _shares(weights: Sequence[float], most: Sequence[int], total: int) -> list[i
 
 
 def _halves(rows: list[T]) -> tuple[list[T], list[T]]:
-    """What is read first, and what models are judged on."""
+    """The rows that are read first, and those that models are judged on."""
     return rows[: max(1, len(rows) // 2)], rows[len(rows) // 2 :]
 
 

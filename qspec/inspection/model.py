@@ -1,4 +1,4 @@
-"""What a float model is made of: for every linear layer its ranges, outliers, and what each scheme would cost."""
+"""A float model's parts: the ranges and outliers of every linear layer, and what each scheme would cost there."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

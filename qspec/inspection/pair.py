@@ -1,4 +1,4 @@
-"""What a pair's files hold: formats, scales and saturated codes of every layer, and where the KV scales come from."""
+"""The contents of a pair's files: formats, scales and saturated codes of every layer, and the KV scales' origin."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class SeenKV:
-    """What text put into the cache: largest magnitude by KV head, and the share of values beyond the stored range."""
+    """KV that text produced: the largest magnitude by KV head, and the share of values beyond the stored range."""
 
     amax: tuple[float, ...]
     saturated: float | None

@@ -170,7 +170,8 @@ def document(profile: Profile, name: str) -> Document:
     caption = (
         f"{profile.tokens} tokens behind {profile.prompt_tokens}, medians and ranges of {TURNS} turns, "
         f"{profile.engine}. Floor: the stored bytes over {size(profile.bandwidth)}/s, the best memory read beside the "
-        f"turns; what is below 1× in every turn was read faster, as from a cache. Timers added {percent(profile.timers)}."
+        f"turns; what is below 1× in every turn was read faster, as from a cache. "
+        f"Timers added {percent(profile.timers)}."
     )
     s = profile.speculation
     ceiling = (

@@ -34,7 +34,7 @@ TEXTS, LENGTH = 16, 256
 def inspect(
     reference: str, revision: str | None = None, data: str | None = None, progress: Progress | None = None
 ) -> ModelView | PairView:
-    """What lies behind a reference: a pair's folder, a quantized checkpoint's, or a model as a recipe names it.
+    """The view of a reference: a pair's folder, a quantized checkpoint's, or a model as a recipe names it.
 
     `data` names text to measure activations (model) or the KV cache (pair) on. Raises `QspecError`.
     """

@@ -82,7 +82,7 @@ def device_of(lm: LM) -> torch.device:
 
 
 def engine_name(decoder: AnyDecoder) -> str:
-    """What runs, for a report: `C++ core (avx2), 2 threads`, `torch kernels, 2 threads`, `CUDA engine (H200)`."""
+    """The engine, for a report: `C++ core (avx2), 2 threads`, `torch kernels, 2 threads`, `CUDA engine (H200)`."""
     if isinstance(decoder, NativeDecoder):
         return f"C++ core ({decoder.isa}), {decoder.threads} threads"
     if isinstance(decoder, CudaDecoder):

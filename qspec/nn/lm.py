@@ -10,7 +10,7 @@ from torch import Tensor
 from qspec.numerics.speculation.trees import Parents
 
 FORKED = "this process was forked from the one that loaded the model: load it here"
-"""What a model says that needs threads which only its own process has."""
+"""The error of a model whose threads belong to another process."""
 
 
 class LM(Protocol):
@@ -70,7 +70,7 @@ class BatchLM(TreeLM, Protocol):
 
     @property
     def weights(self) -> Hashable:
-        """What all forks have in common."""
+        """Identity of the weights, equal for all forks."""
 
     def fork(self) -> Self:
         """Another, empty sequence on the same weights."""

@@ -160,7 +160,7 @@ def verify_sampling(
 ) -> tuple[Tensor, Tensor]:
     """`verify_sampling` for B chains at once; R = K + 1. Source: arXiv 2211.17192, algorithm 1.
 
-    Drafts without laws (None) are certain.
+    Drafts without distributions (None) are certain.
     """
     k, token_BK1 = drafts_BK.shape[1], drafts_BK[..., None]
     stands_BK = probs_BRV[:, :k].gather(-1, token_BK1)[..., 0].double()
@@ -182,7 +182,7 @@ def verify_sampling(
 def sample_rows(
     logits_NV: Tensor, uniforms_N: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """Tokens int64 `[N]` of the laws that `numerics.speculation.probs.target_law` makes, by inverse CDF."""
+    """Tokens int64 `[N]` of the distributions that `numerics.speculation.probs.target_law` makes, by inverse CDF."""
     return sample(target_law(logits_NV, temperature, top_k, top_p), uniforms_N)
 
 

@@ -50,7 +50,7 @@ def random_rows(vocab: int, count: int, length: int, seed: int) -> list[list[int
 def calibrate_piece(
     piece: LoadedModel, states: Sequence[Tensor], keep_rows: int = KEEP_ROWS
 ) -> tuple[LayerStats, list[Tensor]]:
-    """What one piece sees of hidden states `[T, hidden]` per row, and what it makes of them."""
+    """Statistics of one piece over hidden states `[T, hidden]` per row, and the hidden states behind it."""
     assert states, "calibration needs at least one row"
     decoder = Decoder.from_float(piece, max_length=longest(states))
     recorder = decoder.observer = Recorder(per_text=-(-keep_rows // len(states)))

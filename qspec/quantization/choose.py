@@ -70,7 +70,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Decision:
-    """What layers got, and the error on held-out rows over that of the variant they would have had.
+    """The variant that layers got, and its error on held-out rows over that of the default variant.
 
     ratio None: calibration did not see them, so they keep their scheme. Profiles: adaptive formats only.
     """
@@ -184,7 +184,7 @@ def _decisions(arch: ArchMap, schemes: Mapping[str, LayerScheme | None]) -> list
 
 
 def _variants(scheme: LayerScheme, spec: QuantSpec) -> list[LayerScheme]:
-    """What `spec` allows a layer to get, the preferred ones first."""
+    """Schemes that `spec` allows for a layer, the preferred ones first."""
     clip = Clip(spec.clip.method, spec.clip.percentile)
     kinds = [scheme]
     if spec.activation_scales == "auto" and (twins := SCHEMES[scheme.name].twins) is not None:
@@ -263,7 +263,7 @@ def _held_out(rows: int) -> list[int]:
 
 
 def _profiles(model: LoadedModel, unit: Unit, scheme: LayerScheme, stats: LayerStats) -> tuple[Profile, Profile | None]:
-    """Of the unit's weight that E4M3 serves worst, and of its input; `scheme` has E4M3 in both."""
+    """Profiles of the unit's weight that E4M3 serves worst, and of its input; `scheme` has E4M3 in both."""
     linears = quantize_unit(model, unit, scheme, stats, [])
     weights = [_weight_profile(finite_weight(model, layer), linear.weight) for layer, linear in linears.items()]
     worst = max(weights, key=lambda profile: (profile.below, profile.peak))

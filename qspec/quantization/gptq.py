@@ -45,7 +45,7 @@ log = logging.getLogger("qspec")
 
 @dataclass(frozen=True)
 class Choice:
-    """What a layer got, and its error on held-out rows over that of rounding to nearest.
+    """A layer's rounding, and its error on held-out rows over that of rounding to nearest.
 
     damping None: rounding to nearest, for `reason`. raised: the damping asked for was too little.
     """
@@ -129,7 +129,7 @@ def _inputs(
 
 
 def _observed(decoder: Decoder, members: Container[str], x_TK: Tensor) -> dict[str, Tensor]:
-    """What `members` read while a piece runs over one row, float32; a window of the KV cache cuts the row.
+    """Inputs of `members` while a piece runs over one row, float32; a window of the KV cache cuts the row.
 
     The pass ends where they have read the whole row: what comes after is not of interest.
     """

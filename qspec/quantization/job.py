@@ -36,7 +36,7 @@ from qspec.schemes.build import build_plan, needs_statistics
 _MORE = "give it more memory, fewer or shorter calibration.samples, or take a smaller model"
 
 SHARE = 0.7
-"""Of a GPU's free memory, what a whole model may take."""
+"""The share of a GPU's free memory that a whole model may take."""
 
 
 def fuse(quant: QuantizedModel) -> QuantizedModel:

@@ -1,4 +1,4 @@
-"""What a KV scheme leaves open, decided by measurement: its granularity, cast or calibrated scales, layers in float.
+"""Open choices of a KV scheme, decided by measurement: granularity, cast or calibrated scales, layers in float.
 
 Every layer's cache is quantized alone, on the float model's hidden states. `kl` runs the rest of the model and takes
 the divergence of its logits (the whole model is in memory); `output` takes the relative change of what the layer hands
@@ -26,7 +26,7 @@ from qspec.records import LayerStats, LoadedModel, QuantizedModel, layer_number
 OUT_OF_LINE, LEAST = 10.0, 0.1
 """A layer stays in float when its error is above both: that many medians of all layers, and that share of `MOST`."""
 MOST: Mapping["Metric", float] = {"kl": 0.05, "output": 0.2}
-"""What the caches of all layers may cost together, their errors added; the worst layers beyond it stay in float.
+"""The most that the caches of all layers may cost, their errors added; the worst layers beyond it stay in float.
 
 In nats a quarter of what `report.quality` lets 8 bits cost: FP8 caches of SmolLM2 cost .007 to .014, of stories260K .02
 to .07 (docs/fidelity.md), and one of .1 to .2 names half of the likeliest tokens only. The relative change of outputs

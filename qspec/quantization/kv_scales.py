@@ -92,7 +92,7 @@ class _Side:
 
 
 def _sides(kv: KVScheme, stats: LayerStats | None) -> list[_Side]:
-    """What has stored scales: keys, values, queries."""
+    """Sides with stored scales: keys, values, queries."""
     seen = (stats.k_amax_H, stats.v_amax_H) if stats is not None else ({}, {})
     parts = zip(("key", "value"), kv.parts, seen, strict=True)
     sides = [_Side(kind, part.fmt, part.granularity, amax_H) for kind, part, amax_H in parts if part.stored]

@@ -81,7 +81,7 @@ class _Rotated:
         return _applied(x.T, written, torch.float32).T.contiguous() if written else x
 
     def _read(self, layer: str) -> list[_Step]:
-        """What happens to a weight's columns, in order: for an embedding, to the vectors that it holds."""
+        """Steps over a weight's columns, in order; for an embedding, over the vectors that it holds."""
         part, steps = layer.rpartition(".")[2], list[_Step]()
         if self._stream is not None:
             norm = _norm_of(layer)
@@ -97,7 +97,7 @@ class _Rotated:
         return steps
 
     def _written(self, layer: str) -> list[_Step]:
-        """What happens to a weight's rows, and to the bias."""
+        """Steps over a weight's rows and the bias, in order."""
         part, steps = layer.rpartition(".")[2], list[_Step]()
         if self._stream is not None and part in WRITERS:
             steps.append(self._stream.apply)

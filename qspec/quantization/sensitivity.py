@@ -83,7 +83,7 @@ def sensitivity(
 
 
 def basis(model: LoadedModel, rows: Sequence[list[int]], spec: QuantSpec, width: int, seed: int) -> Basis:
-    """What scores of this model under this recipe are measured on and with."""
+    """The text and the settings that scores of this model under this recipe are measured on and with."""
     assert spec.mixed is not None
     sample = sampled(rows, spec.mixed.metric)
     shaping = spec.model_dump(mode="json", exclude={"engine", "scheme", "method", "smoothing", "mixed", "kv"})

@@ -45,7 +45,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class Rewrites:
-    """What was done to a model or a piece of one: the strength of each smoothing, by source, and norm gains folded."""
+    """Changes to a model or a piece of one: the strength of each smoothing, by source, and norm gains folded."""
 
     strengths: Mapping[str, float] = field(default_factory=dict)
     folded: int = 0

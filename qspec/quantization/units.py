@@ -1,4 +1,4 @@
-"""What mixed precision decides: units of layers that must share a scheme, their candidates, and the bytes of each."""
+"""Decisions of mixed precision: units of layers that must share a scheme, their candidates, and the bytes of each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

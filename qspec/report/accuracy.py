@@ -212,7 +212,7 @@ def needle_finding(needles: Needles) -> Finding:
 
 
 def _retrieved(r: Retrieval) -> Evidence:
-    """What the numbers hidden at a length allow to be said; nobody guesses five digits."""
+    """The evidence of the numbers hidden at a length; nobody guesses five digits."""
     m, original = r.difference, r.found["original"]
     return of_difference(original.value, m.ci, r.p_value, m.n, m.detectable or 1.0)
 

@@ -64,12 +64,12 @@ def idle_drafts(speed: Speed, arm: str, temperature: float) -> Acceptance | None
 
 
 def did_nothing(a: Acceptance) -> str:
-    """What idle drafts did, in words."""
+    """Idle drafts' counts, in words."""
     return f"its drafts did nothing ({a.accepted:,} of {a.drafted:,} accepted in {a.steps:,} steps)"
 
 
 def gain(ratio: Ratio) -> Evidence:
-    """What the prompts of a ratio allow to be said of it."""
+    """The evidence for a ratio from its prompts."""
     return of_ratio(ratio.speedup.ci, ratio.speedup.n)
 
 

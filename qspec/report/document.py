@@ -198,7 +198,7 @@ def tables(document: Document) -> Iterator[Table]:
 
 
 def as_table(chart: Chart) -> Table:
-    """What a chart shows."""
+    """The numbers of a chart as a table."""
     match chart:
         case Tiles(caption, tiles):
             rows = tuple((tile.label, tile.value, tile.note) for tile in tiles)

@@ -155,7 +155,7 @@ def _costs(p: Prediction) -> str:
 
 
 def _temperatures(speed: Speed) -> list[Block]:
-    """What a temperature does to drafts, where several were measured."""
+    """Acceptance and speed by temperature, where several were measured."""
     pooled, gained = [a for a in speed.acceptance if a.category == "all"], drafting(speed)
     if len({a.temperature for a in pooled}) < 2:
         return []

@@ -114,7 +114,7 @@ def _known(outcome: Outcome, results: Results) -> Outcome:
 
 
 def sentence(outcome: Outcome, name: str = "") -> Finding:
-    """What a gate found, in one line; `name`: the pair's, where there are several."""
+    """A gate's outcome in one line; `name`: the pair's, where there are several."""
     gate, value = outcome.gate, outcome.value
     which = f"{name}: " if name else ""
     sure = f"95 % CI {interval(value.ci, 4)}, n = {value.n}" if value.ci else f"n = {value.n}"

@@ -14,7 +14,7 @@ COARSE = 0.05
 
 
 def lead(results: Results) -> str:
-    """What to do with the pair, in the order of importance."""
+    """Advice on the pair, in the order of importance."""
     parts = [*_broken(results), *_speed(results), *_accuracy(results), *_drafting(results.speed)]
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
 
@@ -92,7 +92,7 @@ def pair_ratio(speed: Speed) -> Ratio | None:
 
 
 def tiles(results: Results) -> Tiles:
-    """What a reader looks for first."""
+    """The numbers that a reader looks for first."""
     shown = [_recovery(task) for task in results.accuracy.tasks if task.recovery is not None][:1]
     fidelity, speed = results.accuracy.fidelity, results.speed
     if fidelity is not None:
@@ -171,7 +171,7 @@ def picture(results: Results) -> list[Plot]:
 
 
 def cost(results: Results) -> list[Block]:
-    """What arms hold and read."""
+    """The bytes that arms hold and read."""
     if results.speed is None:
         return []
     arms = list({arm.arm: arm for arm in results.speed.arms if arm.weight_bytes}.values())
@@ -189,7 +189,7 @@ def _cost(arm: ArmSpeed, first: ArmSpeed) -> tuple[str, ...]:
 
 
 def differing_answers(results: Results) -> list[Block]:
-    """What both arms wrote, where that is not the same."""
+    """Answers of both arms, where they differ."""
     rows = results.accuracy.answers.rows if results.accuracy.answers else ()
     apart = [(i, row) for i, row in enumerate(rows, 1) if row.original != row.quantized]
     if not apart:

@@ -31,7 +31,7 @@ METRICS = {
     "tokens_s": "median tokens per second; by arm",
     "ttft_ms": "median milliseconds to the first token; by arm",
 }
-"""What each name means, for help and errors."""
+"""The meaning of each name, for help and errors."""
 EVERY = ("recovery", "score", "lossless", "kl", "top1", "perplexity_ratio", "needle")
 """Metrics whose bare name means every label: all tasks, texts, arms. Others mean the pair itself over all prompts."""
 SAME_PROMPTS = ("prompts", "data", "prompt_tokens", "max_new_tokens", "chat_template", "batch")
@@ -179,7 +179,7 @@ def require_same_conditions(results: Results, against: Results) -> None:
 
 
 def differences(results: Results, against: Results) -> list[tuple[str, object, object]]:
-    """What was not the same when two pairs were timed, or is not known of either: name, here, there."""
+    """Conditions that differed when two pairs were timed, or are known of neither: name, here, there."""
     if results.speed is None or against.speed is None:
         return [("measured speed", results.speed is not None, against.speed is not None)]
     rows = [("original", _original(results), _original(against))]

@@ -85,7 +85,7 @@ def _notes(results: Results) -> list[Block]:
 
 
 def _limits(results: Results, study: SpeedRows | None) -> list[Block]:
-    """What these numbers do not show."""
+    """The limits of these numbers."""
     lines = [*_unmeasured(results), *_from_elsewhere(results), *results.limits, *results.accuracy.skipped]
     for task in results.accuracy.tasks:
         name, available = f"{task.task} ({task.backend})", task.original.condition.get("rows_available")
@@ -105,7 +105,7 @@ def _limits(results: Results, study: SpeedRows | None) -> list[Block]:
 
 
 def _unmeasured(results: Results) -> list[str]:
-    """What is missing."""
+    """A sentence for each measurement that is missing."""
     speed, device = results.speed, results.recipe.get("device", "cpu")
     lines = [] if results.accuracy.parts() else ["Accuracy was not measured."]
     if speed is None:

@@ -27,7 +27,7 @@ LEAST_ALPHA = 0.1
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What a half may differ by from the model that it was made from: nats per token, share of equal top tokens."""
+    """How far a half may differ from the model that it was made from: nats per token, share of equal top tokens."""
 
     kl: float
     agreement: float

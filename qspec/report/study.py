@@ -35,7 +35,7 @@ PLACE = ("engine", "cpu", "threads", "torch threads", "qspec")
 
 
 def document(environment: Mapping[str, str], rows: Sequence[Row]) -> Document:
-    """Of the rows of `scripts/study speed`: timed ones, and the largest batches."""
+    """The report on rows of `scripts/study speed`: timed ones, and the largest batches."""
     timed, limits = _split(rows)
     models = _by_model(timed)
     blocks = _body(timed, limits, models)
@@ -53,7 +53,7 @@ def study_blocks(results: Results, study: SpeedRows, pair: str = "") -> list[Blo
 
 
 def _body(timed: Sequence[Row], limits: Sequence[Row], models: Mapping[str, Sequence[Row]]) -> list[Block]:
-    """What is found, then speedups and latencies of each model, and the largest batches."""
+    """Findings, then speedups and latencies of each model, and the largest batches."""
     blocks: list[Block] = [*_findings(timed)]
     blocks += [Paragraph(SYNTHETIC)] if any(row.get("synthetic") is not None for row in timed) else []
     for model, own in models.items():
@@ -102,7 +102,7 @@ def _lead(rows: Sequence[Row]) -> str:
 
 
 def _findings(rows: Sequence[Row]) -> list[Finding]:
-    """Of every arm, where it is shown to be faster or slower than the first, and where neither is.
+    """For every arm, where it is shown to be faster or slower than the first, and where neither is shown.
 
     All arms are named: the best of several, chosen by the numbers that it is reported with, would flatter itself.
     """
@@ -158,7 +158,7 @@ def _latency_plots(rows: Sequence[Row]) -> list[Block]:
 
 
 def _lines(values: Sequence[tuple[Row, float, Interval]], arms: Sequence[str]) -> tuple[Series, ...]:
-    """What rows hold, with its interval or quartiles: a line for each arm, by batch."""
+    """Values of rows with their intervals or quartiles: a line for each arm, by batch."""
     lines: list[Series] = []
     for arm in arms:
         own = (Point("", row["batch"], y, y_interval=ci) for row, y, ci in values if row["arm"] == arm)

@@ -1,4 +1,4 @@
-"""What the numbers carry, in sentences: what holds, what was lost, and what did not pay."""
+"""The numbers' findings in sentences: what holds, what was lost, and what did not pay."""
 
 from pathlib import Path
 
@@ -70,12 +70,12 @@ def obstacles(pair: Path) -> list[str]:
 
 
 def losslessness(speed: Speed) -> list[Finding]:
-    """Greedy answers token for token, then the law of sampled ones."""
+    """Greedy answers token for token, then the distribution of sampled ones."""
     return [*map(lossless, speed.equality), *([] if speed.marginals is None else [_sampled(speed.marginals)])]
 
 
 def _sampled(marginals: Marginals) -> Finding:
-    """Whether sampled tokens follow the target's law, and which departure from it would have been found."""
+    """Whether sampled tokens follow the target's distribution, and which departure from it would have been found."""
     texts = f"{marginals.samples} texts of {marginals.positions} tokens behind {marginals.prompts} prompts"
     n = f"p = {marginals.p_value:.2g}, {texts}"
     if marginals.p_value < CERTAIN:
@@ -202,7 +202,7 @@ def _schedule(results: Results) -> list[Finding]:
 
 
 def batch_gain(b: BatchSpeed) -> Evidence:
-    """What the groups of prompts allow to be said of drafting at a batch size."""
+    """The evidence of the groups of prompts for drafting at a batch size."""
     return Evidence(0, few=True) if b.speedup is None else of_ratio(b.speedup.ci, b.speedup.n)
 
 

@@ -1,1 +1,1 @@
-"""What number formats mean for layers, devices, bytes and servers."""
+"""The meaning of number formats for layers, devices, bytes and servers."""

@@ -17,7 +17,7 @@ from qspec.scheme_table import GROUP, SCHEMES, in_groups
 from qspec.schemes.device_rules import device_findings, raise_refused
 
 KV_GRANULARITIES: tuple[Literal["tensor", "head", "token_head"], ...] = ("tensor", "head", "token_head")
-"""What `kv.granularity: auto` tries, in order of preference: fewer scales, and more servers that read them."""
+"""Granularities that `kv.granularity: auto` tries, the preferred first: fewer scales, more servers that read them."""
 INDEXED = 1 << 15
 """Values of a block among which KV outliers are indexed by int16."""
 
@@ -129,7 +129,7 @@ def _kv_part(spec: KVPartSpec | None) -> KVPart | None:
 
 
 def _check_kv(kv: KVScheme, arch: ArchMap) -> None:
-    """What depends on the model: layers that exist, and outliers that an int16 can index."""
+    """Check rules that depend on the model: layers exist, and an int16 can index the outliers."""
     if kv.skip_layers != "auto":
         for layer in kv.skip_layers:
             if not arch.first_layer <= layer < arch.first_layer + arch.n_layers:

@@ -1,4 +1,4 @@
-"""What a device can run of a plan, known before any compute. Sources: vLLM 0.33's kernel selection and its issues."""
+"""Rules of devices for plans, checked before any compute. Sources: vLLM 0.33's kernel selection and its issues."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What vLLM and transformers make of one half: its schemes, its KV cache. Versions: vLLM 0.33, transformers 5."""
+"""How vLLM and transformers run one half: its schemes, its KV cache. Versions: vLLM 0.33, transformers 5."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def vllm_kv(kv: KVScheme | None, sheet: DeviceSheet) -> Served:
 
 
 def _more(kv: KVScheme) -> str:
-    """What a server of stored scales should know: queries, and layers in float."""
+    """Settings for a server of stored scales: queries, and layers in float."""
     skipped = ""
     if kv.skip_layers:
         which = "that measurement keeps in float" if kv.skip_layers == "auto" else ", ".join(map(str, kv.skip_layers))
@@ -88,7 +88,7 @@ def _more(kv: KVScheme) -> str:
 
 
 def transformers_lacks(spec: QuantSpec, experts: bool = False) -> str | None:
-    """What transformers cannot do of a half's weights, and what happens instead; None if nothing."""
+    """The first rule of a half's weights that transformers ignores, and the consequence; None if there is none."""
     lacking = [modifier.transformers for modifier in spec.modifiers]
     lacking += [row.experts for row in spec.rows if experts]
     return next(filter(None, lacking), None)

@@ -74,7 +74,7 @@ class Prompts:
 
 
 class Answerer(Protocol):
-    """What answers the harness's questions. `at_once`: how many of them it takes at a time."""
+    """A model that answers the harness's questions, `at_once` of them at a time."""
 
     tokenizer: Tokenizer
     eos_ids: frozenset[int]

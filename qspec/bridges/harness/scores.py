@@ -118,7 +118,7 @@ def _answer(responses: Any) -> str:
 
 
 def _score(value: object) -> float | None:
-    """Of one item, more is better: a number; of a text's (log-likelihood, units) the reciprocal of its perplexity."""
+    """One item's score, more is better: a number, or 1 over the perplexity of a text's (log-likelihood, units)."""
     match value:
         case int() | float():
             return float(value)

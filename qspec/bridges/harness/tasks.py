@@ -57,7 +57,7 @@ def stated_length(options: Mapping[str, Any] | None) -> int:
 
 @contextmanager
 def find_tasks(task: TaskSpec) -> Iterator[tuple[list[str], Any]]:
-    """What to ask the harness for, and its index of tasks; generated files live as long as the context."""
+    """Names to ask the harness for, and its index of tasks; generated files live as long as the context."""
     names = [task.name] if task.subjects is None else [f"{task.name}_{subject}" for subject in task.subjects]
     own = [eval_dir() / "tasks" / f"{name}.yaml" for name in names]
     with tempfile.TemporaryDirectory() as folder:

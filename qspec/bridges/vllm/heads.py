@@ -23,7 +23,7 @@ from qspec.nn.mlp_speculator import MLPSpeculator
 
 PROPOSER = f"{__name__}.HeadProposer"
 FOLDER_KEY = "qspec_head"
-"""Of `--additional-config`: the folder of the head."""
+"""The key of `--additional-config` for the folder of the head."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HANDED = ("scheduler_output", "sampled_token_ids", "sample_hidden_states", "spec_decode_metadata")
 _TAKEN = "propose_draft_token_ids"
@@ -31,7 +31,7 @@ _SCHEDULE, _SCHEDULED = "num_speculative_tokens_per_batch_size", "num_spec_token
 
 
 class HeadProposer:
-    """Drafts greedily with a stored head; vLLM's own rejection rule keeps the law."""
+    """Drafts greedily with a stored head; vLLM's own rejection rule keeps the distribution."""
 
     def __init__(self, vllm_config: Any) -> None:
         """Raises `SourceError` if the configuration names no folder, or fewer heads than tokens are asked for."""

@@ -45,7 +45,7 @@ INSTALL = (
 
 
 def version(python: Path, every: bool = False) -> str:
-    """Of vLLM in an interpreter's environment. Raises `SourceError`: none, or not a proven one (`every`: any)."""
+    """vLLM's version in an interpreter's environment. Raises `SourceError`: none, or no proven one (`every`: any)."""
     try:
         reply = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=PATIENCE, check=False)
     except OSError as error:

@@ -259,7 +259,7 @@ class Core:
             raise self.unreadable()
 
     def unreadable(self) -> Exception:
-        """What a pass raises when a layer of it cannot be read."""
+        """The error of a pass whose layers cannot all be read."""
         raise NotImplementedError("these weights are in memory")
 
     def _load(self, model: LoadedModel | QuantizedModel) -> None:

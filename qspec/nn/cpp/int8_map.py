@@ -30,7 +30,7 @@ class Int8Map(nn.Module):
 
     @classmethod
     def rounded(cls, weight_NK: Tensor) -> "Int8Map":
-        """Of a float weight, to nearest."""
+        """A map of a float weight, rounded to nearest."""
         return cls(quantize_weight(weight_NK.detach().float(), INT8, PerChannel()))
 
     @property

@@ -170,7 +170,7 @@ _POOLS: "weakref.WeakValueDictionary[tuple[int, int], _Pool]" = weakref.WeakValu
 
 
 def pool_of(threads: int) -> _Pool:
-    """Of this process: threads do not survive a fork."""
+    """The pool of this process: threads do not survive a fork."""
     key = (os.getpid(), threads)
     pool = _POOLS.get(key)
     if pool is None:

@@ -31,7 +31,7 @@ from qspec.records import LoadedModel, QuantizedModel
 ENDS = "ends"
 """Name of the part that belongs to no layer."""
 BLOCK = 4096
-"""What reads past the file cache are multiples of, in the file and in memory."""
+"""Bytes that reads past the file cache are multiples of, in the file and in memory."""
 _ALIGN = 64
 """Where an array begins in its part: vectors of it are then loaded whole."""
 _DIGEST = hashlib.sha256().digest_size

@@ -1,4 +1,4 @@
-"""What the C++ core asks of a model: whether it is served, its shape, its packed weights."""
+"""A model as the C++ core needs it: whether it is served, its shape, its packed weights."""
 
 from collections.abc import Mapping
 
@@ -69,7 +69,7 @@ class Source:
 
 
 def arch_obstacle(arch: ArchMap) -> str | None:
-    """What of an architecture the C++ core has no code for."""
+    """A part of an architecture that the C++ core has no code for; None if there is none."""
     reasons = {
         "a rotation in front of down_proj": arch.down_hadamard,
         f"head size {arch.head_dim}, no multiple of 8": arch.head_dim % 8 != 0,

@@ -23,7 +23,7 @@ from qspec.records import LoadedModel, QuantizedModel
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read for passes: bytes, the seconds it took, and the seconds that passes waited for it."""
+    """Reads for passes: bytes, the seconds that reading took, and the seconds that passes waited."""
 
     bytes: int
     seconds: float
@@ -54,7 +54,7 @@ class Residency:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model takes. fixed: all that belongs to no layer; layers: each layer's weights, by name."""
+    """Bytes of a model. fixed: all that belongs to no layer; layers: each layer's weights, by name."""
 
     fixed: int
     layers: Mapping[str, int]

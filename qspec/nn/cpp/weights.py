@@ -114,7 +114,7 @@ def _by_group(activation: TensorScheme, weight: QTensor) -> bool:
 
 
 def member_form(member: Member) -> Form:
-    """What members of one merged layer must have in common."""
+    """The form that members of one merged layer must share."""
     if isinstance(member, Tensor):
         return _FLOAT_KINDS.get(member.dtype, _F32), _FLOAT_INPUT, member.shape[1], 0.0
     weight, scale = member.weight, 0.0 if member.input_scale is None else float(member.input_scale)

@@ -4,8 +4,8 @@ B sequences, each in its slot of both caches; K drafts and R = K + 1 rows of a s
 vocabulary; E stop tokens; U uniform numbers that a sequence has for a step, 2 K + 1 of them used.
 
 **Roll-back is a number.** Before a step the target's cache holds `lengths` positions, all committed tokens but the
-newest. The step writes K + 1 behind them; what does not stand is overwritten later. The draft's cache may lack the last
-position (a draft that stood is never fed to its own model), so its first pass of a step reads the last *two* tokens and
+newest. The step writes K + 1 behind them; rejected drafts are overwritten later. The draft's cache may lack the last
+position (an accepted draft is never fed to its own model), so its first pass of a step reads the last *two* tokens and
 writes that position anew: no case to tell apart, and nothing to remember.
 
 Sequences at rest (`left` 0) run along and change nothing: their slots may be those of others, who write them elsewhere.
@@ -34,12 +34,12 @@ class Rule(Protocol):
     draws: bool
 
     def draft(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens `[B]`, and the laws `[B, V]` that they were drawn from; None for tokens that are certain."""
+        """Tokens `[B]`, and the distributions `[B, V]` that they were drawn from; None for tokens that are certain."""
 
     def verify(
         self, logits_BRV: Tensor, drafts_BK: Tensor, probs_BKV: Tensor | None, uniforms_BR: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """How many drafts stand `[B]`, and the token behind them `[B]`."""
+        """How many drafts are accepted `[B]`, and the token behind them `[B]`."""
 
 
 class Greedy:
@@ -57,7 +57,7 @@ class Greedy:
 
 
 class Sampled:
-    """Tokens of a law, target and draft under the same one."""
+    """Tokens drawn from a distribution, by the same rule for target and draft."""
 
     draws = True
 
@@ -75,7 +75,7 @@ class Sampled:
 
 
 class Synthetic(Greedy):
-    """Greedy work in full, but drafts stand with a given chance, one after the other: for timing alone."""
+    """Greedy work in full, but drafts are accepted with a given chance, one after the other: for timing alone."""
 
     draws = True
 
@@ -92,10 +92,10 @@ class Synthetic(Greedy):
 
 @dataclass(frozen=True)
 class LoopState:
-    """What steps read and write in place, int64. `previous` stands before `newest`; `left`: tokens still to be made.
+    """State that steps read and write in place, int64. `previous` precedes `newest`; `left`: tokens still to be made.
 
-    turn_1: where in the ring of S steps the next one is written. Of each: tokens, how many of them were committed, how
-    many drafts stood.
+    turn_1: where in the ring of S steps the next one is written. For each: tokens, how many of them were committed, how
+    many drafts were accepted.
     """
 
     previous_B: Tensor
@@ -206,7 +206,7 @@ class CudaLoop:
 
     @torch.inference_mode()
     def read(self, batch: int, steps: int) -> tuple[list[list[list[int]]], list[list[int]]]:
-        """What the last `steps` gave, by slot and step: committed tokens, and how many drafts stood. The host waits."""
+        """Results of the last `steps`, by slot and step: committed tokens, and accepted drafts. The host waits."""
         state = self.state
         parts = state.tokens_SBR, state.counts_SB[..., None], state.accepted_SB[..., None]
         rows = torch.cat(parts, -1)[:steps, :batch].transpose(0, 1).tolist()

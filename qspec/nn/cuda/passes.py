@@ -105,7 +105,7 @@ def prefill(
 
 
 def _chain(rows: int, device: torch.device) -> Tensor:
-    """What each of the first rows of a chain sees of them, itself among them, as bits of an int64."""
+    """The rows that each of a chain's first rows sees, itself among them, as bits of an int64."""
     return (torch.full((rows,), 2, device=device) << torch.arange(rows, device=device)) - 1  # bit 63 wraps to all bits
 
 

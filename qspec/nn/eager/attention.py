@@ -159,5 +159,5 @@ def rotate(x_HTD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 
 
 def _span(end: int, window: int | None) -> slice:
-    """What the row at `end` - 1 sees."""
+    """The positions that the row at `end` - 1 sees."""
     return slice(max(0, end - window) if window else 0, end)

@@ -220,7 +220,7 @@ class Decoder:
         return y_TK
 
     def _rows(self, count: int, parents_K: Parents | None) -> list[Rows]:
-        """What comes next, in parts that go through the model one after the other (nearly always one)."""
+        """The next rows, in parts that go through the model one after the other (nearly always one)."""
         start, size = self._length, count if parents_K is None else len(parents_K)
         assert start + size <= self.max_length, f"{start + size} positions, cache holds {self.max_length}"
         if parents_K is None:

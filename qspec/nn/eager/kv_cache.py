@@ -149,7 +149,7 @@ class QuantizedKVCache:
         return dequantize(quantize_static(q_HTD, scale, FP8_E4M3), scale).to(q_HTD.dtype)
 
     def codes(self, start: int) -> list[Tensor]:
-        """What a token at `start` reads as codes (scales and outliers too), for comparison."""
+        """Codes, scales and outliers that a token at `start` reads, for comparison."""
         end = self._scheme.boundary(start)
         return [tensor for layer in self._layers for store in layer for tensor in _codes(store).stored(end)]
 

@@ -168,7 +168,7 @@ def short_headed(model: QuantizedModel) -> QuantizedModel:
 
 
 def widened(logits_TD: Tensor, ids_D: Tensor | None, vocab: int) -> Tensor:
-    """Logits `[T, V]`, minus infinity for ids that are not kept: every law has probability 0 there. None: all are."""
+    """Logits `[T, V]`, minus infinity for ids that are not kept: their probability is 0. None: all are kept."""
     if ids_D is None:
         return logits_TD
     return torch.full((len(logits_TD), vocab), -math.inf).index_copy_(1, ids_D, logits_TD)

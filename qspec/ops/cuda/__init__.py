@@ -1,6 +1,6 @@
 """Operations of the CUDA engine: a kernel on a GPU (or in Triton's interpreter), its eager twin on the CPU.
 
-Shapes and laws are those of the twins in `ops.reference_cuda`. Triton is imported by the first call that needs it.
+Shapes and distributions are those of the twins in `ops.reference_cuda`. The first call that needs Triton imports it.
 """
 
 import torch

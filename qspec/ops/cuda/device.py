@@ -1,4 +1,4 @@
-"""What kernels ask of the device that they run on; in Triton's interpreter, an H200's answers."""
+"""Facts about the device that kernels run on; in Triton's interpreter, those of an H200."""
 
 import os
 

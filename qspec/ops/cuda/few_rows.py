@@ -228,7 +228,7 @@ def finished(parts: Tensor, scale_N: Tensor | None, scale_O: Tensor | None, out_
 
 
 def described(weight: CudaWeight) -> str:
-    """What the best tiles depend on, with the kernel's own digest."""
+    """Everything that the best tiles depend on, with the kernel's own digest."""
     fmt = "float" if weight.fmt is None else weight.fmt.name
     version = getattr(few_rows_kernel, "cache_key", "")[:12]  # the interpreter has none
     return f"{fmt} {tuple(weight.codes.shape)} in {weight.group_size}, {weight.dtype}, {version}"

@@ -364,7 +364,7 @@ def shortened(name: str) -> str:
 
 
 def _inline(figure: "Figure", tips: Sequence[Sequence[str]], about: str) -> str:
-    """What matplotlib draws, as an element of the page: without sizes, fonts, ids and clipping of its own."""
+    """matplotlib's figure as an element of the page, without sizes, fonts, ids and clipping of its own."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     for artist in figure.findobj():
