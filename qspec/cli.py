@@ -117,7 +117,7 @@ def _refusal(error: Exception, argv: Sequence[str] | None) -> str | None:
     if isinstance(error, OutOfMemory):
         return f"{error.line}{goes_on}"
     if reason is not None:
-        limit = f", and {found}" if (found := tightest()) else ""
+        limit = f", and {limit_note}" if (limit_note := tightest()) else ""
         fix = "give it more memory, or take less: a smaller model, shorter contexts, fewer at once"
         return f"memory: ran out ({reason.rstrip('.')}){limit}; {fix}{goes_on}"
     if isinstance(error, QspecError):
@@ -262,14 +262,14 @@ def quantize(
     from qspec.schema.quantization import ModelSpec
     from qspec.schema.recipe import CalibrationSpec
 
-    told: dict[str, Any] = {"quantization": {"scheme": scheme}, "calibration": {}}
+    sections: dict[str, Any] = {"quantization": {"scheme": scheme}, "calibration": {}}
     for override in overrides or ():
-        set_value(told, override)
-    if unknown := told.keys() - {"quantization", "calibration"}:
+        set_value(sections, override)
+    if unknown := sections.keys() - {"quantization", "calibration"}:
         rule = "is no section here"
         raise RecipeError(f"--set {min(unknown)}", rule, "set fields of quantization or calibration, or use a recipe")
-    spec = validate(ModelSpec, {"model": model, "revision": revision, "quantization": told["quantization"]}, model)
-    made = pipeline.quantize_checkpoint(spec, out, validate(CalibrationSpec, told["calibration"], "calibration"))
+    spec = validate(ModelSpec, {"model": model, "revision": revision, "quantization": sections["quantization"]}, model)
+    made = pipeline.quantize_checkpoint(spec, out, validate(CalibrationSpec, sections["calibration"], "calibration"))
     for note in made.notes:
         print(note)
     print(f"{out}: {len(made.linears)} layers quantized; look into it: qspec inspect {out}")
@@ -398,9 +398,9 @@ def check(
         from qspec.planning.compatibility import compatibility
         from qspec.schemes.device_rules import raise_refused
 
-        found = compatibility(pair, draft, device or "cpu")
-        print(*(f"{remark.level}: {remark}" for remark in found), sep="\n")
-        raise_refused(found)
+        remarks = compatibility(pair, draft, device or "cpu")
+        print(*(f"{remark.level}: {remark}" for remark in remarks), sep="\n")
+        raise_refused(remarks)
         return
     from qspec.pair.check import read_manifest
 
@@ -410,9 +410,9 @@ def check(
         from qspec.planning.compatibility import on_device
         from qspec.schemes.device_rules import raise_refused
 
-        found = on_device(Path(pair), device)
-        print(*(f"{remark.level}: {remark}" for remark in found), sep="\n")
-        raise_refused(found)
+        remarks = on_device(Path(pair), device)
+        print(*(f"{remark.level}: {remark}" for remark in remarks), sep="\n")
+        raise_refused(remarks)
     if prove:
         from qspec.remeasure import prove_pair
 
@@ -455,8 +455,8 @@ def evaluate(
     from qspec.remeasure import evaluate_pair
 
     urls = {"original": original, "quantized": quantized}
-    told = [f"evaluation.api.{arm}={url}" for arm, url in urls.items() if url is not None]
-    set_to = (*told, *(overrides or ()))
+    servers = [f"evaluation.api.{arm}={url}" for arm, url in urls.items() if url is not None]
+    set_to = (*servers, *(overrides or ()))
     results = evaluate_pair(pair, out, set_to, backend, python, more=context.args, whole=whole_tasks, keep=keep)
     for task in results.accuracy.tasks:
         print(f"{task.task} ({task.backend}): {task.verdict}")
@@ -619,11 +619,11 @@ def profile(
     from qspec.pair.open import open_pair
     from qspec.report.render import text as report_text
 
-    found = measure(open_pair(pair, "torch" if torch_engine else "auto"), tokens)
+    profiled = measure(open_pair(pair, "torch" if torch_engine else "auto"), tokens)
     if as_json:
-        print(json.dumps(as_data(found), indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(as_data(profiled), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        print(report_text.render(document(found, str(pair))), end="")
+        print(report_text.render(document(profiled, str(pair))), end="")
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -668,9 +668,9 @@ def serve(
     if only_print:
         print(job.command)
         return
-    found = vllm.version(python, any_version)
+    installed = vllm.version(python, any_version)
     with vllm.server(python, job.model, job.arguments, host, port, patience) as process:
-        print(f"http://{host}:{port}/v1: {pair} on vLLM {found}; Ctrl-C stops it", flush=True)
+        print(f"http://{host}:{port}/v1: {pair} on vLLM {installed}; Ctrl-C stops it", flush=True)
         while process.poll() is None:
             time.sleep(0.2)
 
@@ -719,7 +719,7 @@ def publish(
         print(f"{publication.size:>15,} bytes in {len(publication.items)} files would go to {to}; {stage.CARD}:\n")
         print(publication.card, end="")
         return
-    new = stage.publish(publication, to, replace=replace, private=private, told=print)
+    new = stage.publish(publication, to, replace=replace, private=private, report=print)
     print(f"{to}: {'published' if new else 'was there already'}; fetch it with: qspec pull {to} DIR")
 
 
@@ -757,11 +757,11 @@ def _summary(generation: "Generation") -> str:
     )
 
 
-def _cut(asked: int, limit: int, most: int) -> str:
+def _cut(wanted: int, limit: int, most: int) -> str:
     """One line on an answer that the cache of `limit` tokens has cut, of a model that knows `most` positions."""
     rule = f"the answer is cut where {limit} tokens, the prompt among them, fill the cache"
     fix = f"make the pair with speculation.max_length up to {most}" if limit < most else "shorten the prompt"
-    return f"--max-new-tokens {asked}: {rule}; {fix}"
+    return f"--max-new-tokens {wanted}: {rule}; {fix}"
 
 
 def _fail(message: str, status: int) -> int:

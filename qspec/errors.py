@@ -30,10 +30,10 @@ class QspecError(Exception):
 
 
 class Problems:
-    """Errors that are kept while their job goes on, and told together."""
+    """Errors that are kept while their job goes on, and raised together."""
 
-    def __init__(self, found: Sequence[QspecError] = ()) -> None:
-        self.found = list(found)
+    def __init__(self, errors: Sequence[QspecError] = ()) -> None:
+        self.errors = list(errors)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -41,12 +41,12 @@ class Problems:
         try:
             yield
         except QspecError as error:
-            self.found += [error, *error.more]
+            self.errors += [error, *error.more]
 
     def tell(self) -> None:
         """Raise what was kept as one error, of the first one's kind."""
-        if self.found:
-            first, *others = self.found
+        if self.errors:
+            first, *others = self.errors
             raise type(first)(first.value, first.rule, first.fix, others) from first
 
 

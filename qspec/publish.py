@@ -28,7 +28,7 @@ MOST_MANIFEST = 64 << 20
 """Bytes of a manifest that are read from elsewhere."""
 
 
-Told = Callable[[str], object]
+Report = Callable[[str], object]
 
 
 def card(
@@ -63,7 +63,7 @@ def card(
 
 @dataclass(frozen=True)
 class Publication:
-    """What is written: the pair's files, its card, and the manifest last."""
+    """Items in the order of writing: the pair's files, its card, and the manifest last."""
 
     items: tuple[Item, ...]
     card: str
@@ -97,17 +97,17 @@ def prepare(
     if against and not override:
         fix = 'mend it, or publish in spite of it: --despite "the reason", which the card will say'
         raise PairError(str(pair), f"is not ready, and not to be published: {'; '.join(against)}", fix)
-    told = f"{override} ({'; '.join(against)})" if against and override else None
-    readme = card(manifest, results, to, license, told, base)
+    despite = f"{override} ({'; '.join(against)})" if against and override else None
+    readme = card(manifest, results, to, license, despite, base)
     items = [Item(entry.path, pair / entry.path) for entry in manifest.files]
     identity = hashlib.sha256((pair / NAME).read_bytes()).hexdigest()
     return Publication((*items, Item(CARD, readme.encode()), Item(NAME, pair / NAME)), readme, identity)
 
 
-def publish(publication: Publication, to: str, *, replace: bool = False, private: bool = False, told: Told) -> bool:
+def publish(publication: Publication, to: str, *, replace: bool = False, private: bool = False, report: Report) -> bool:
     """Write it to `to`; an interrupted attempt goes on. False: it was there already.
 
-    replace: whether another pair that lies there may be taken away. told: hears of every file that is there.
+    replace: whether another pair that lies there may be taken away. report: hears of every file that is there.
     """
     store = _store(to, private)
     raw, ours = store.read(NAME, MOST_MANIFEST), publication.items[-1].content
@@ -122,11 +122,11 @@ def publish(publication: Publication, to: str, *, replace: bool = False, private
         raise OutputError(to, rule, "publish to a folder of its own")
     stale = _listed(raw or b"") - {item.name for item in publication.items}
     for name in store.write(publication.items, publication.identity, sorted(stale)):
-        told(name)
+        report(name)
     return True
 
 
-def pull(address: str, out: Path, told: Told) -> Path:
+def pull(address: str, out: Path, report: Report) -> Path:
     """Fetch a pair to the folder `out`, which appears whole and checked, or not at all; an interrupted pull goes on.
 
     Raises `SourceError` for what is not there, `IntegrityError` for what is not what its manifest says, `OutputError`
@@ -148,7 +148,7 @@ def pull(address: str, out: Path, told: Told) -> Path:
     drop_unnamed(part, {part / entry.path for entry in manifest.files})  # of an earlier attempt, at another pair
     for entry in manifest.files:
         _fetch(store, entry, part / entry.path)
-        told(entry.path)
+        report(entry.path)
     (part / NAME).write_bytes(raw)
     check(part)
     commit(part, out)
@@ -187,7 +187,7 @@ _DATASETS = {"mmlu_pro": ("TIGER-Lab/MMLU-Pro", "MMLU-Pro"), "gsm8k": ("openai/g
 
 
 def _base_models(manifest: Manifest) -> list[str]:
-    """What the halves were made from, as the Hub knows it, once each; a file or a package is nothing that it knows."""
+    """Hub ids of the models that the halves were made from, once each; files and packages have none."""
     own = (manifest.recipe.get("target") or {}).get("base_model") or manifest.target.source.get("model", "")
     named = [own, manifest.draft.source.get("model", "")]
     return list(dict.fromkeys(name for name in named if _HUB_ID.fullmatch(name)))
@@ -224,7 +224,7 @@ def _introduction(manifest: Manifest) -> str:
 
 
 def _name(half: Half) -> str:
-    """What a half was made from, without the folders of whoever made it."""
+    """The name of the model that a half was made from, without local folders."""
     model = half.source.get("model", half.kind)
     return model if _HUB_ID.fullmatch(model) or model.startswith("package:") else Path(model).name
 
@@ -262,7 +262,7 @@ def _served(manifest: Manifest) -> str:
     parts: dict[str, list[str]] = {}
     for served in manifest.served_by:
         parts.setdefault(served.runtime, []).append(f"{served.part} {'yes' if served.served else 'no'}")
-    others = "".join(f"; by {runtime}: {', '.join(found)}" for runtime, found in parts.items())
+    others = "".join(f"; by {runtime}: {', '.join(programs)}" for runtime, programs in parts.items())
     reason = f" vLLM: {manifest.reason}." if manifest.reason else ""
     return f"Served by qspec's own engine{others}.{reason}"
 

@@ -86,8 +86,8 @@ def size(amount: float) -> Numeral:
 
 def parse_bytes(text: str | int, what: str) -> int:
     """Bytes; MB is 10^6, MiB 2^20. `what` names the value in the `RecipeError` for anything else."""
-    found = _SIZE.fullmatch(str(text))
-    count = float(found[1]) * _UNITS.get(found[2].lower(), 0) if found else 0.0
+    match = _SIZE.fullmatch(str(text))
+    count = float(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0.0
     if not 0.5 < count < 2**63:
         raise RecipeError(f"{what} {text!r}", "is no size in memory", "give a number and a unit: 200MB, 2GiB")
     return round(count)

@@ -77,7 +77,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def _publish(pair: Path, to: str, **options: Any) -> list[str]:
     told: list[str] = []
-    stage.publish(stage.prepare(pair, to), to, told=told.append, **options)
+    stage.publish(stage.prepare(pair, to), to, report=told.append, **options)
     return told
 
 
@@ -118,13 +118,13 @@ def test_an_interrupted_upload_goes_on_and_is_no_pair_until_it_ends(
             raise Cut
 
     with pytest.raises(Cut):
-        stage.publish(publication, address, told=cut)
+        stage.publish(publication, address, report=cut)
     with pytest.raises(IntegrityError, match=r"pair\.json: is missing"):
         stage.pull(address, tmp_path / "back", lambda _: None)
     sent: list[str] = []
     put = FolderStore._put
     monkeypatch.setattr(FolderStore, "_put", lambda self, item: (sent.append(item.name), put(self, item))[1])
-    stage.publish(publication, address, told=lambda _: None)
+    stage.publish(publication, address, report=lambda _: None)
     done = {item.name for item in publication.items[:3]}
     assert set(sent) == {item.name for item in publication.items} - done - {NAME} | {PART}  # the manifest in one step
     check(stage.pull(address, tmp_path / "back", lambda _: None))
@@ -152,8 +152,8 @@ def test_a_fetched_pair_answers_as_the_one_that_was_published(pair: Path, addres
     publication = stage.prepare(pair, address)
     for count in (3, 7):
         with pytest.raises(Cut):
-            stage.publish(publication, address, told=_cut_at(count))
-    stage.publish(publication, address, told=lambda _: None)
+            stage.publish(publication, address, report=_cut_at(count))
+    stage.publish(publication, address, report=lambda _: None)
     for count in (2, 5):
         with pytest.raises(Cut):
             stage.pull(address, tmp_path / "back", _cut_at(count))
@@ -305,7 +305,7 @@ def test_the_hub_gets_one_commit(pair: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("org/name", set(told), "v2"),
     ]
     with pytest.raises(SourceError, match="no address of a repository"):
-        stage.publish(stage.prepare(pair, "hf://name"), "hf://name", told=print)
+        stage.publish(stage.prepare(pair, "hf://name"), "hf://name", report=print)
 
 
 @pytest.mark.parametrize(

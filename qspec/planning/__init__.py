@@ -1,1 +1,1 @@
-"""What a recipe would do, before compute is spent."""
+"""A recipe's outcome, predicted before compute is spent."""

@@ -13,7 +13,7 @@ from qspec.schemes.device_rules import Finding
 
 
 def compatibility(target: str, draft: str, device: str = "cpu") -> list[Finding]:
-    """What `run` would refuse of the two as a pair, what costs acceptance or speed, and what is worth knowing.
+    """Findings on the two as a pair: refusals of `run`, costs in acceptance or speed, notes.
 
     target, draft: as a recipe names models. Raises `SourceError` for one that cannot be read.
     """
@@ -26,12 +26,12 @@ def compatibility(target: str, draft: str, device: str = "cpu") -> list[Finding]
     for header in pair.headers.values():
         if header.path is None:
             fetch_tokenizer(header.spec.model, header.spec.revision)
-    found = [*tokenizer_findings(pair), *draft_findings(pair, pair.draft)]
-    return [*found, *speed_findings(pair), _prediction(pair)]
+    findings = [*tokenizer_findings(pair), *draft_findings(pair, pair.draft)]
+    return [*findings, *speed_findings(pair), _prediction(pair)]
 
 
 def on_device(pair: Path, device: str) -> list[Finding]:
-    """What a device would refuse of a pair that exists, and its memory, from the shapes and schemes that it has."""
+    """Findings on an existing pair for a device: refusals and memory, from the pair's shapes and schemes."""
     manifest = read_manifest(pair)
     fields = manifest.recipe | {"device": device}
     for half, folder in (("target", manifest.target.folder), ("draft", manifest.draft.folder)):
@@ -51,9 +51,9 @@ def _room(planned: PlannedPair, sequences: int, length: int) -> Finding:
 
 
 def _prediction(pair: PlannedPair) -> Finding:
-    """What the size ratio allows, unquantized."""
+    """The speedups that the size ratio allows, unquantized."""
     best = [gain(pair.duo, *pair.gammas, alpha) for alpha in pair.duo.prior.alphas]
-    told = ", ".join(f"{g.best_speedup:.2f}x at {g.alpha:g} (draft {g.best_gamma})" for g in best)
+    speedups = ", ".join(f"{g.best_speedup:.2f}x at {g.alpha:g} (draft {g.best_gamma})" for g in best)
     c = pair.duo.cost_ratio()
-    rule = f"predict {told} by assumed acceptance, on {pair.sheet.name}, neither of them quantized"
+    rule = f"predict {speedups} by assumed acceptance, on {pair.sheet.name}, neither of them quantized"
     return Finding("note", f"c = {c:.3f}, {1 / c:.1f} times less to read", rule, "measure it: qspec run")

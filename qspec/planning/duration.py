@@ -28,9 +28,9 @@ FEEDBACK_RUNS, FEEDBACK_PASSES = 2, 3.2
 UNITS = 4
 """Decisions per decoder layer: q/k/v, o, gate/up, down."""
 CORES = 2
-"""Of the machine that the rates of `eval/devices.yaml` are for; others are taken to be faster in proportion."""
+"""Cores of the machine that the rates of `eval/devices.yaml` are for; more are taken to be faster in proportion."""
 GPU_SHARE = 0.5
-"""Of a data sheet's rates that a GPU is taken to reach (assumed)."""
+"""The share of a data sheet's rates that a GPU is assumed to reach."""
 PROMPT_TOKENS, CATEGORIES, PER_CATEGORY = 300, 6, 80
 """Spec-Bench: assumed tokens of a prompt; its categories and their prompts, where the recipe names no number."""
 
@@ -63,14 +63,14 @@ UNKNOWN = TaskSize(1, 10_000)
 
 
 def size_of(task: TaskSpec) -> TaskSize:
-    """Of the subjects that are asked."""
+    """The size of the task's chosen subjects."""
     whole = TASKS.get(task.name, UNKNOWN)
     parts = whole.parts if task.subjects is None else len(task.subjects)
     return replace(whole, parts=parts, rows=whole.rows * parts // whole.parts)
 
 
 def questions(task: TaskSpec) -> int:
-    """How many are asked of each arm, as far as the task is known."""
+    """Questions that each arm gets, as far as the task is known."""
     size = size_of(task)
     return size.rows if task.limit is None else min(size.rows, task.limit * size.parts)
 
@@ -102,7 +102,7 @@ class Step:
 
 @dataclass(frozen=True)
 class HalfCost:
-    """What `steps` knows of one half.
+    """Everything that `steps` needs of one half.
 
     stored: bytes of all weights before quantization, as they are read; cost: of a pass then. weights, rounded: how many
     there are, and how many are quantized. reasons: why it sees calibration text, none if it does not. kv_candidates:
@@ -119,30 +119,30 @@ class HalfCost:
     kv_candidates: int = 0
 
 
-def steps(recipe: Recipe, halves: list[HalfCost], asked: Mapping[TaskSpec, int] | None = None) -> list[Step]:
+def steps(recipe: Recipe, halves: list[HalfCost], counted: Mapping[TaskSpec, int] | None = None) -> list[Step]:
     """Estimate by stage; `halves` are the target and, if it has weights to quantize, the draft.
 
-    asked: questions of tasks, where they were counted.
+    counted: questions of tasks, where they were counted.
     """
     maker, tester, cost = maker_here(), tester_here(recipe), halves[0].cost
     moved = sum(half.stored for half in halves)
-    found = [Step("load", "read the weights", moved / DISK), *_quantization(recipe, halves, maker.operations)]
+    listed = [Step("load", "read the weights", moved / DISK), *_quantization(recipe, halves, maker.operations)]
     if (fidelity := recipe.evaluation.fidelity) is not None:
         tokens = (1 + len(fidelity.domains)) * fidelity.windows * fidelity.length
         seconds = sum(tester.read(half, tokens) for half in (cost, *(half.cost for half in halves)))
-        found.append(Step("fidelity", f"{tokens:,} held-out tokens", seconds))
+        listed.append(Step("fidelity", f"{tokens:,} held-out tokens", seconds))
     if (needle := recipe.evaluation.needle) is not None:
         tokens = sum(needle.lengths) * len(needle.depths) * needle.repeats
         arms = 2 + (recipe.target.quantization.kv is not None)
-        found.append(Step("needle", f"{tokens:,} tokens, {arms} arms", arms * tester.read(cost, tokens)))
+        listed.append(Step("needle", f"{tokens:,} tokens, {arms} arms", arms * tester.read(cost, tokens)))
     for task in recipe.evaluation.tasks:
         time = TaskTime(task, cost, tester)
-        count = (asked or {}).get(task, questions(task))
+        count = (counted or {}).get(task, questions(task))
         of_all = questions(task.model_copy(update={"limit": None}))
-        told = f"{count:,} questions" if count == of_all else f"{count:,} of {of_all:,} questions"
-        found.append(Step(task.name, f"{told}, both arms", time.seconds(count)))
+        share = f"{count:,} questions" if count == of_all else f"{count:,} of {of_all:,} questions"
+        listed.append(Step(task.name, f"{share}, both arms", time.seconds(count)))
     timed = recipe.device == "cpu" or gpu_for(recipe.device) is not None
-    return [*found, *_bench_step(recipe, cost, tester)] if timed else found
+    return [*listed, *_bench_step(recipe, cost, tester)] if timed else listed
 
 
 def settled(recipe: Recipe, cost: PassCost) -> Recipe:
@@ -161,14 +161,14 @@ def settled(recipe: Recipe, cost: PassCost) -> Recipe:
 
 @dataclass(frozen=True)
 class TaskTime:
-    """How long a task takes on a machine. cost: of a pass of the model that is asked."""
+    """How long a task takes on a machine. cost: a pass of the model that answers."""
 
     task: TaskSpec
     cost: PassCost
     machine: Machine
 
     def seconds(self, questions: int) -> float:
-        """Of both arms, through the engines of this process."""
+        """Seconds of both arms, through the engines of this process."""
         own = {*self.task.backends} & {"qspec", "hf"}
         return 2 * len(own) * (size_of(self.task).parts * self._examples + questions * self._question)
 
@@ -206,7 +206,7 @@ def maker_here() -> Machine:
 
 
 def tester_here(recipe: Recipe) -> Machine:
-    """What measures a pair: this machine's GPU for a pair that is for one, else its CPU."""
+    """The machine that measures a pair: this one's GPU for a pair that is for one, else its CPU."""
     sheet = read_device(recipe.device)
     if gpu_for(recipe.device) is None or not (sheet.bf16_tflops and sheet.bandwidth_tb_s):
         return maker_here()

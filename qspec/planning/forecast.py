@@ -1,4 +1,4 @@
-"""What speculation may gain on a device: floors from bytes and operations, before any measurement.
+"""Speedups that speculation may reach on a device: floors from bytes and operations, before any measurement.
 
 Acceptance, and what drafts cost that read no weights, are those that such drafts had where they were measured, else
 assumed; the benchmark measures them here. Formulas: `numerics.roofline`, `numerics.speculation.speedup`.
@@ -28,7 +28,7 @@ BASELINE = "eval/baselines/spec_bench.json"
 
 @dataclass(frozen=True)
 class Prior:
-    """What is assumed of drafts before they are measured, in units of a target step.
+    """Assumptions about drafts before they are measured, in units of a target step.
 
     alphas: acceptance of a draft token; several where none was measured. share: of steps in which anything is drafted;
     idle: what a look that finds nothing costs; c: a draft token's cost, of drafts without weights all of it; row: what
@@ -44,7 +44,7 @@ class Prior:
 
 
 def prior(drafter: str, policy: str) -> Prior:
-    """Of drafts under a draft-length policy, as the largest measurement of `drafter` (its name there) has it.
+    """The prior of drafts under a draft-length policy, from the largest measurement of `drafter` (its name there).
 
     Without one acceptance is assumed; rows cost what they did there.
     """
@@ -54,14 +54,14 @@ def prior(drafter: str, policy: str) -> Prior:
     if not own:
         return Prior(row=_row_cost(max(rows, key=lambda row: row["n"])))
     most = max(own, key=lambda row: row["n"])
-    told = f"as {drafter} drafts ({most['policy']}) had on {most['n']} Spec-Bench prompts, {most['model']} on {cpu}"
+    origin = f"as {drafter} drafts ({most['policy']}) had on {most['n']} Spec-Bench prompts, {most['model']} on {cpu}"
     return Prior(
         alphas=(round(most["alpha"], 2),),
         share=1 - most["idle_share"],
         idle=most["idle_cost"],
         c=most["c"],
         row=_row_cost(most),
-        source=f"{told}: {most['speedup']:.2f}x there ({BASELINE})",
+        source=f"{origin}: {most['speedup']:.2f}x there ({BASELINE})",
     )
 
 
@@ -74,7 +74,7 @@ def _measured() -> tuple[list[dict[str, Any]], str]:
 
 
 def _row_cost(row: Mapping[str, Any]) -> float:
-    """What a further row of a pass cost: what is left of a step's cost beside drafting and looks for nothing."""
+    """The cost of a further row of a pass: the rest of a step's cost beside drafting and looks that drafted nothing."""
     share = 1 - row["idle_share"]
     drafted, step = row["drafted_per_step"] / share, row["tokens_per_step"] / row["speedup"]
     verified = (step - row["idle_share"] * (1 + row["idle_cost"])) / share - drafted * row["c"]

@@ -10,7 +10,7 @@ from qspec.schema.recipe import CalibrationSpec, DraftLengthSpec, Recipe
 from qspec.scheme_table import SCHEMES, named, rows_that
 from qspec.schemes.device_rules import Finding
 
-Said = tuple[str, str, str]
+IdleField = tuple[str, str, str]
 """Field, why it has no effect, and what to do."""
 
 
@@ -25,7 +25,7 @@ def idle_findings(pair: PlannedPair) -> Iterator[Finding]:
         yield Finding("warning", field, rule, fix)
 
 
-def _quantization(half: PlannedHalf) -> Iterator[Said]:
+def _quantization(half: PlannedHalf) -> Iterator[IdleField]:
     spec, schemes = half.spec, [scheme for scheme in half.possible.values() if scheme is not None]
     sized = named(rows_that(lambda row: row.sized))
     if spec.mixed is not None and spec.scheme != QuantSpec().scheme:
@@ -47,9 +47,9 @@ def _quantization(half: PlannedHalf) -> Iterator[Said]:
         yield f"random_rows {spec.random_rows}", "nothing in this half is measured on text", "omit it"
     if schemes:
         return
-    asked = {f"method {spec.method}": spec.method != "rtn", "smoothing": spec.smoothing is not None}
-    asked[f"clip.method {spec.clip.method}"] = spec.clip.method != "absmax"
-    for field in (field for field, given in asked.items() if given):
+    given_fields = {f"method {spec.method}": spec.method != "rtn", "smoothing": spec.smoothing is not None}
+    given_fields[f"clip.method {spec.clip.method}"] = spec.clip.method != "absmax"
+    for field in (field for field, given in given_fields.items() if given):
         yield field, "no linear layer is quantized", "omit it, or give a scheme"
 
 
@@ -57,7 +57,7 @@ def _in_groups(scheme: LayerScheme | None) -> bool:
     return scheme is not None and isinstance(scheme.weight.granularity, PerGroup)
 
 
-def _rewrites(half: PlannedHalf) -> Iterator[Said]:
+def _rewrites(half: PlannedHalf) -> Iterator[IdleField]:
     """`untie_head`, which is for heads that are tied and quantized."""
     spec = half.spec
     if not spec.untie_head:
@@ -71,7 +71,7 @@ def _rewrites(half: PlannedHalf) -> Iterator[Said]:
         yield "untie_head", rule, "omit it, or take lm_head out of ignore"
 
 
-def _kv(kv: KVSpec | None) -> Iterator[Said]:
+def _kv(kv: KVSpec | None) -> Iterator[IdleField]:
     if kv is None:
         return
     parts = [part or kv for part in (kv.key, kv.value)]
@@ -89,7 +89,7 @@ def _kv(kv: KVSpec | None) -> Iterator[Said]:
             yield f"kv.{name}.group {part.group}", rule, "omit it, or use granularity: channel"
 
 
-def _calibration(pair: PlannedPair) -> Iterator[Said]:
+def _calibration(pair: PlannedPair) -> Iterator[IdleField]:
     spec = pair.recipe.calibration
     if spec != CalibrationSpec() and not pair.calibrates:
         yield "calibration", "nothing in either half is measured on text", "omit it"
@@ -97,7 +97,7 @@ def _calibration(pair: PlannedPair) -> Iterator[Said]:
         yield f"calibration.data[0].weight {spec.data[0].weight:g}", "it is the only source", "omit it"
 
 
-def _fusion(pair: PlannedPair) -> Iterator[Said]:
+def _fusion(pair: PlannedPair) -> Iterator[IdleField]:
     fusion = pair.recipe.fusion
     own = [half for half in pair.halves if half.spec.engine == "qspec"]
     per_tensor = any(_per_tensor(scheme) for half in own for scheme in half.possible.values())
@@ -115,7 +115,7 @@ def _per_tensor(scheme: LayerScheme | None) -> bool:
     return scheme is not None and (scheme.static_input or isinstance(scheme.weight.granularity, PerTensor))
 
 
-def _rest(recipe: Recipe) -> Iterator[Said]:
+def _rest(recipe: Recipe) -> Iterator[IdleField]:
     length, budget = recipe.speculation.draft_length, recipe.budget
     if length.policy == "fixed" and length.max_k != DraftLengthSpec().max_k:
         yield f"speculation.draft_length.max_k {length.max_k}", f"policy fixed always drafts {length.k}", "omit it"

@@ -60,7 +60,7 @@ class PlannedHalf:
 
     @property
     def cost(self) -> HalfCost:
-        """What the duration of its stages follows from."""
+        """The facts that the duration of its stages follows from."""
         rounded = sum(group.parameters for label, group in self.bytes.groups.items() if label != "none")
         kv = self.plan.kv
         return HalfCost(
@@ -196,9 +196,9 @@ class PlannedPair:
         body = replace(cost, ops=cost.ops - 2 * arch.vocab_size * arch.hidden_size)
         return None if at is None else prefill_seconds(body, at, self.max_length)
 
-    def steps(self, asked: Mapping[TaskSpec, int] | None = None) -> list[Step]:
-        """Stages of the job with their estimated seconds; `asked`: questions by task, where they were counted."""
-        return steps(self.recipe, [half.cost for half in self.halves], asked)
+    def steps(self, counted: Mapping[TaskSpec, int] | None = None) -> list[Step]:
+        """Stages of the job with their estimated seconds; `counted`: questions by task, where they were counted."""
+        return steps(self.recipe, [half.cost for half in self.halves], counted)
 
 
 def resolve(recipe: Recipe, made: bool = False) -> PlannedPair:
@@ -230,7 +230,7 @@ def resolve(recipe: Recipe, made: bool = False) -> PlannedPair:
                 draft = plan_half(shape.model, shape.arch, shape.quantization, width, own, recipe.draft.head_rows)
     halves = [half for half in (target, draft) if half is not None]
     _data(recipe, _calibrates(recipe, halves), problems)
-    if problems.found:
+    if problems.errors:
         with problems.kept():
             raise_refused(device_remarks(recipe, sheet, dtype, halves))
     problems.tell()
@@ -283,8 +283,8 @@ def plan_half(model: str, arch: ArchMap, spec: QuantSpec, width: int, stored: in
     plain = footprint(original, dict.fromkeys(schemes), None, width)
     if head_rows:
         require_limit(head_rows, arch.vocab_size, schemes["lm_head"])
-    found = footprint(arch, schemes, plan.kv, width, head_rows)
-    return PlannedHalf(model, arch, spec, plan, schemes, found, plain, original, stored)
+    half_bytes = footprint(arch, schemes, plan.kv, width, head_rows)
+    return PlannedHalf(model, arch, spec, plan, schemes, half_bytes, plain, original, stored)
 
 
 def _calibrates(recipe: Recipe, halves: Sequence[PlannedHalf]) -> bool:

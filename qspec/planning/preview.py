@@ -69,7 +69,7 @@ def _half_view(half: PlannedHalf) -> dict[str, Any]:
 
 
 def _mixed_view(spec: QuantSpec) -> dict[str, Any] | None:
-    """What mixed precision will solve; None where the recipe says every layer's scheme."""
+    """The problem that mixed precision will solve; None where the recipe names every layer's scheme."""
     if spec.mixed is None:
         return None
     return {**spec.mixed.model_dump(mode="json"), "labels": list(map(scheme_label, candidate_schemes(spec).values()))}
@@ -127,7 +127,7 @@ def _kv_text(kv: KVScheme | None) -> str:
         f"layers {', '.join(map(str, kv.skip_layers))} in float": kv.skip_layers and kv.skip_layers != "auto",
     }
     text = key if key == value else f"keys {key}; values {value}"
-    return "; ".join([text, *(said for said, asked in more.items() if asked)])
+    return "; ".join([text, *(text_of for text_of, wanted in more.items() if wanted)])
 
 
 def _kv_part_text(part: KVPart, scales: str) -> str:
@@ -197,9 +197,9 @@ def _quantization_gain(pair: PlannedPair) -> float:
 
 
 def _time(pair: PlannedPair) -> dict[str, Any]:
-    found = pair.steps()
+    stages = pair.steps()
     return {
         "basis": basis(pair.recipe),
-        "stages": [asdict(step) for step in found],
-        "minutes": sum(step.seconds for step in found) / 60,
+        "stages": [asdict(step) for step in stages],
+        "minutes": sum(step.seconds for step in stages) / 60,
     }

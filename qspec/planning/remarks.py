@@ -1,4 +1,4 @@
-"""What a person should know about a planned pair before it is made: refusals, warnings, notes."""
+"""Remarks on a planned pair before it is made: refusals, warnings, notes."""
 
 from collections.abc import Iterator, Mapping
 
@@ -19,7 +19,7 @@ from qspec.scheme_table import SCHEMES
 from qspec.schemes.device_rules import Finding
 
 KV_OVERHEAD = 0.022
-"""Of a decode step: 6.44 to 6.58 ms at no context, FP8 KV on an H100 with an 8B model (vLLM, 2026-04-22)."""
+"""The share of a decode step: 6.44 to 6.58 ms at no context, FP8 KV on an H100 with an 8B model (vLLM, 2026-04-22)."""
 
 
 def findings(pair: PlannedPair) -> list[Finding]:
@@ -160,17 +160,17 @@ def _kv_pays(pair: PlannedPair) -> Iterator[Finding]:
     yield Finding("note", f"KV {pair.target.plan.kv.label}", rule, fix)
 
 
-def time_findings(pair: PlannedPair, asked: Mapping[TaskSpec, int] | None = None) -> Iterator[Finding]:
-    """Whether `run` takes longer than it may, and which tasks are not asked whole. `asked`: as of `steps`."""
+def time_findings(pair: PlannedPair, counted: Mapping[TaskSpec, int] | None = None) -> Iterator[Finding]:
+    """Whether `run` takes longer than it may, and which tasks are cut. `counted`: as of `steps`."""
     for given, task in zip(pair.given.evaluation.tasks, pair.recipe.evaluation.tasks, strict=True):
         if task != given:
             value = f"evaluation.task_minutes {pair.recipe.evaluation.task_minutes:g}"
             rule = f"leaves time for {questions(task):,} of the {questions(given):,} questions of {task.name}"
             yield Finding("note", value, rule, "raise it, set the task's limit, or ask all: --whole-tasks")
-    found, most = pair.steps(asked), pair.recipe.budget.minutes
-    total = sum(step.seconds for step in found)
+    steps, most = pair.steps(counted), pair.recipe.budget.minutes
+    total = sum(step.seconds for step in steps)
     if most is not None and total > 60 * most:
-        longest = max(found, key=lambda step: step.seconds)
+        longest = max(steps, key=lambda step: step.seconds)
         rule = f"{duration(total)} are estimated, {duration(longest.seconds)} of them for {longest.stage}"
         fix = "shorten that, raise the budget, or start all the same: qspec run --long"
         yield Finding("refused", f"budget.minutes {most:g}", rule, fix)

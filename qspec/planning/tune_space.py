@@ -28,7 +28,7 @@ from qspec.schemes.footprint import Footprint
 PLAIN = "none"
 """The draft of plain decoding."""
 Pruned = tuple[str, str]
-"""What is left out, and why."""
+"""A candidate that is left out, and the reason."""
 
 
 class Form(NamedTuple):
@@ -100,7 +100,7 @@ class Space:
 
 
 def as_data(space: Space) -> dict[str, Any]:
-    """What `qspec plan` shows."""
+    """The data that `qspec plan` shows."""
     spec, cpu = space.spec, space.recipe.device == "cpu"
     counts = {
         "target schemes": len(spec.targets or default_targets(cpu)),
@@ -210,10 +210,10 @@ def _together(
             yield target, draft
             continue
         both = ours.recipe.model_copy(update={"draft": theirs.recipe.draft})
-        found = [*kind_of(both.draft).findings(ours.sheet, both)]
+        findings = [*kind_of(both.draft).findings(ours.sheet, both)]
         if theirs.draft is not None:
-            found += device_findings(ours.sheet, theirs.draft.possible, theirs.draft.plan.kv, ours.dtype)
-        reason = _refusal(found) or _too_large(ours, theirs)
+            findings += device_findings(ours.sheet, theirs.draft.possible, theirs.draft.plan.kv, ours.dtype)
+        reason = _refusal(findings) or _too_large(ours, theirs)
         if reason is None:
             yield target, draft
         else:

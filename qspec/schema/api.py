@@ -1,4 +1,4 @@
-"""What an OpenAI-style client may ask of a pair; what would change an answer and is not done here is refused."""
+"""Requests of OpenAI-style clients. Fields that would change an answer and are not supported are refused."""
 
 from typing import Any, Literal, TypeVar
 
@@ -32,7 +32,7 @@ class StreamOptions(Strict):
 
 
 class Question(Strict):
-    """What both ways of asking share. None: the pair's own setting."""
+    """Fields of both kinds of requests. None: the pair's own setting."""
 
     model: str = ""
     max_tokens: int | None = Field(default=None, ge=1)

@@ -16,11 +16,11 @@ from qspec.schema.training import DistillSpec, HeadSpec, TrainingSpec
 MOST_PATHS = 4096
 """Paths of a tree of which the likeliest are taken; their states are in memory together."""
 Lookup = Literal["none", "ngram", "suffix"]
-"""What may draft before a draft model does: it goes first, the model drafts where it finds nothing or does worse."""
+"""The lookup that drafts before a draft model; the model drafts where the lookup finds nothing or does worse."""
 
 
 class DraftSpec(Strict):
-    """What all kinds of drafts have in common; the properties are what other parts may ask of any draft.
+    """The fields that all kinds of drafts share; other rooms read the properties of any draft.
 
     drafts_from: what a proposal follows from: the text alone, the target's hidden states, or a model of its own.
     trained_as: the folder that `train-draft` makes, below its output. beside_lookup: whether prompt lookup is measured

@@ -20,7 +20,7 @@ NAME, REPORT = "pair.json", "report"
 BESIDE = ("README.md", ".gitattributes", ".qspec-upload", ".qspec-upload.partial")
 """Files that lie beside a published pair and are not listed: its card, the Hub's settings, marks of an upload."""
 MOST_FILES, MOST_BYTES = 10_000, 1 << 44
-"""Of a pair; a manifest that claims more is not one."""
+"""The most files of a pair, and their most bytes; a manifest that claims more is refused."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 

@@ -41,15 +41,15 @@ _HINT = {"fp8_e5m2": "vLLM refuses E5M2 KV beside FP8 weights, use 'fp8_e4m3'"}
 def validate(model: type[M], data: Any, where: str, error: type[QspecError] = RecipeError) -> M:
     """`model` from plain data, with no silent conversion ("64" is no number).
 
-    What people write is told all that is wrong with it, a line each; of other files the first problem is enough.
+    All problems of a recipe are raised together, a line each; of other files the first one is enough.
     """
     try:
         return model.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as e:
         problems = Problems(explain(e, model, where, error))
         if error is not RecipeError:
-            raise problems.found[0] from None
-        problems.found += _beside(e, model, data, where, error)
+            raise problems.errors[0] from None
+        problems.errors += _beside(e, model, data, where, error)
         problems.tell()
         raise AssertionError("a failure has a reason") from e
     except (ValueError, TypeError, RecursionError) as e:
@@ -62,28 +62,28 @@ def explain(failure: ValidationError, root: type[BaseModel], where: str, error: 
     for problem in failure.errors(include_url=False)[:_READ]:
         path, holder = _locate(problem["loc"], problem["type"], root)
         by_path.setdefault(path, []).append((holder, problem))
-    found, told = list[QspecError](), list[str]()
+    errors, paths = list[QspecError](), list[str]()
     for path, failures in by_path.items():
-        if any(_within(path, at) or _within(at, path) for at in told):  # a list repeats its item, a choice its parts
+        if any(_within(path, at) or _within(at, path) for at in paths):  # a list repeats its item, a choice its parts
             continue
-        told += [path] if path else []
+        paths += [path] if path else []
         holder, first = failures[0]
         name = f"{where}: {path or 'the whole file'}{_given(first)}"
         if first["type"] == "value_error":
-            found += _broken(str(first["ctx"]["error"]), name, error)
+            errors += _broken(str(first["ctx"]["error"]), name, error)
             continue
         rule = " or ".join(dict.fromkeys(_rule(p).removeprefix("must be ") for _, p in failures[1:]))
-        found.append(error(name, _rule(first) + (f" or {rule}" if rule else ""), _fix(first, holder)))
-    return found
+        errors.append(error(name, _rule(first) + (f" or {rule}" if rule else ""), _fix(first, holder)))
+    return errors
 
 
 def _within(path: str, other: str) -> bool:
     return f"{path}.".startswith((f"{other}.", f"{other}["))
 
 
-def _broken(told: str, name: str, error: type[QspecError]) -> list[QspecError]:
+def _broken(rules: str, name: str, error: type[QspecError]) -> list[QspecError]:
     """Rules that were broken, a line each, as `what breaks which rule; fix`."""
-    parts = (line.partition("; ") for line in told.splitlines())
+    parts = (line.partition("; ") for line in rules.splitlines())
     return [error(name, rule, fix or "change one of them") for rule, _, fix in parts]
 
 
@@ -100,7 +100,7 @@ def _beside(
     sound = model.model_construct(**values)
     for name in broken:
         sound.__dict__.pop(str(name), None)
-    return [e for told in broken_rules(sound) for e in _broken(told, f"{where}: the whole file", error)]
+    return [e for text in broken_rules(sound) for e in _broken(text, f"{where}: the whole file", error)]
 
 
 @cache
@@ -122,16 +122,16 @@ def rule(check: F) -> F:
 def broken_rules(model: BaseModel) -> list[str]:
     """Rules that a model breaks; none of those for which it lacks a field."""
     members = {name: member for kind in reversed(type(model).__mro__) for name, member in vars(kind).items()}
-    found = []
+    broken = []
     for check in (member for member in members.values() if getattr(member, _MARK, False)):
         try:
             check(model)
         except ValueError as e:
-            found.append(str(e))
+            broken.append(str(e))
         except AttributeError:
             if model.__dict__.keys() >= type(model).model_fields.keys():
                 raise
-    return found
+    return broken
 
 
 def closest(name: str, valid: list[str]) -> str:

@@ -21,7 +21,7 @@ from qspec.scheme_table import (
 )
 
 MOST = 1_000_000
-"""Of anything that is counted: what is above it is a slip, and would fill the memory or never end."""
+"""The most of anything that is counted: more is a slip, and would fill the memory or never end."""
 RANDOM_ROWS = 8
 """Default of `QuantSpec.random_rows`."""
 
@@ -235,19 +235,19 @@ class QuantSpec(Strict):
 
     @property
     def modifiers(self) -> tuple[Modifier, ...]:
-        """What this adds to its schemes that qspec's own engine alone runs.
+        """Additions to the schemes that qspec's own engine alone runs.
 
         W8A8 is in groups where a size stands beside its name, not as a candidate of `mixed`.
         """
         own = [(rule.scheme, rule.group_size) for rule in self.rules]
         whole = [] if self.mixed is not None else [(self.scheme, self.group_size)]
-        asked = {
+        used = {
             IN_GROUPS: any(SCHEMES[name].grouped and size is not None for name, size in (*own, *whole)),
             OUTLIERS: self.outliers is not None,
             E5M2: self.fp8_format == "adaptive",
             HADAMARD: self.rotation is not None and self.rotation.r4,
         }
-        return tuple(modifier for modifier, given in asked.items() if given)
+        return tuple(modifier for modifier, given in used.items() if given)
 
     @rule
     def _engine_has_method(self) -> None:
@@ -301,9 +301,12 @@ class QuantSpec(Strict):
 
     @rule
     def _choices_have_a_subject(self) -> None:
-        asked = {"clip.method kl": self.clip.method == "kl", "activation_scales auto": self.activation_scales == "auto"}
-        asked["fp8_format adaptive"] = self.fp8_format == "adaptive"
-        for name in (name for name, set_ in asked.items() if set_ and self.engine != "qspec"):
+        choices = {
+            "clip.method kl": self.clip.method == "kl",
+            "activation_scales auto": self.activation_scales == "auto",
+        }
+        choices["fp8_format adaptive"] = self.fp8_format == "adaptive"
+        for name in (name for name, set_ in choices.items() if set_ and self.engine != "qspec"):
             raise ValueError(f"{name} belongs to engine qspec; set engine: qspec, or leave it out")
         if self.activation_scales == "auto" and not any(row.twins for row in self.rows):
             fits = named(rows_that(lambda row: row.twins is not None))

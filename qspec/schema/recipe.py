@@ -21,7 +21,7 @@ from qspec.schema.tuning import TuneSpec
 Device = Literal["cpu", "h100", "h200", "h20", "l40s", "rtx4090", "a100", "b200"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 MOST_SEED = 2**32 - 1
-"""What every random generator that is used takes."""
+"""The largest seed that every random generator in use takes."""
 
 
 def _in_float32(value: float) -> float:
@@ -203,7 +203,7 @@ class ApiSpec(Strict):
 
 
 class EvaluationSpec(Strict):
-    """What is checked about accuracy; None switches a part off. `api`: who answers tasks of that backend.
+    """Checks of accuracy; None switches a part off. `api`: who answers tasks of that backend.
 
     `task_minutes`: tasks without a `limit` ask as many questions of each subject as are estimated to fit into it,
     together, and at least one; None: all questions.
@@ -261,7 +261,7 @@ _OFF: dict[str, dict[str, Any]] = {
     "target.quantization": {"scheme": "none"},
     "draft.quantization": {"scheme": "none"},
 }
-"""What `null` means where it switches something off that is never absent; `benchmark` and `tune` may be."""
+"""The meaning of `null` for parts that it switches off but that are never absent; `benchmark` and `tune` may be."""
 
 
 class Recipe(Strict):

@@ -37,7 +37,7 @@ class Measurement(Record):
 
 
 class Provenance(Record):
-    """What a measurement was made of, and where.
+    """The origin of a measurement: files, settings, machine.
 
     `files`: sha256 of every file of the halves that it ran, by path inside the pair; `settings`: sections of the recipe
     that decide what these compute. A measurement speaks of a pair only while both are that pair's.
@@ -223,7 +223,7 @@ class DraftFidelity(Measured):
 
 
 class Accuracy(Record):
-    """What `evaluate` returns. `domains`: fidelity on further texts."""
+    """Results of `evaluate`. `domains`: fidelity on further texts."""
 
     fidelity: Fidelity | None = None
     domains: tuple[Fidelity, ...] = ()
@@ -262,7 +262,7 @@ class Accuracy(Record):
         )
 
     def updated(self, new: "Accuracy") -> "Accuracy":
-        """What `new` has measured, and of these measurements those that it has not made again."""
+        """The measurements of `new`, and those of this one that `new` has not made again."""
         again = {name for name, _ in new.parts()}
         stay = [part for name, part in self.parts() if name not in again]
         texts = (*new.texts, *(part for part in stay if isinstance(part, Fidelity)))
@@ -458,7 +458,7 @@ class Marginals(Record):
 
 
 class Speed(Measured):
-    """What `bench` returns."""
+    """Results of `bench`."""
 
     prompts: tuple[PromptFacts, ...] = ()
     arms: tuple[ArmSpeed, ...]
@@ -500,7 +500,7 @@ class Results(Record):
         return [*self.accuracy.parts(), *([("speed", self.speed)] if self.speed else [])]
 
     def updated(self, new: "Results") -> "Results":
-        """What `new` has measured of the same pair, and of these results whatever it has not measured again."""
+        """The results of `new` for the same pair, and those of this one that `new` has not measured again."""
         stays = {"evaluation": not new.accuracy.parts(), "benchmark": new.speed is None}
         settings = {section: self.recipe.get(section) for section, kept in stays.items() if kept}
         update = {

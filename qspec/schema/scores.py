@@ -6,7 +6,7 @@ from qspec.schema.results import Record
 
 
 class Basis(Record):
-    """What scores were measured on and with; scores of another basis say nothing about this one.
+    """The model, text and settings of scores; scores of another basis say nothing about this one.
 
     width: bytes of a value that is not quantized. settings, text: sha256 of all that shapes a candidate, of the rows.
     """

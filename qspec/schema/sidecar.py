@@ -23,7 +23,7 @@ class SavedClip(Strict):
 
 
 class SavedScheme(Strict):
-    """What a config group cannot say of its scheme."""
+    """The fields of a scheme that a config group lacks."""
 
     name: str = Field(min_length=1)
     weight_clip: SavedClip | None = None

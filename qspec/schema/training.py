@@ -39,7 +39,7 @@ class PromptSource(Strict):
 
 
 class TrainingData(Strict):
-    """What the quantized target reads (stage 1) and writes (stage 2); its laws are kept as their `top` likeliest ids.
+    """Text that the quantized target reads (stage 1) and writes (stage 2), and the `top` likeliest ids of each token.
 
     `states`: how its hidden states are kept; fp8_e4m3, with a scale each, takes half the disk. `greedy`: share of
     answers that are greedy, the others have temperature 1. `held_out`: share of the sequences that the head is judged
@@ -87,7 +87,7 @@ class TrainingSpec(Strict):
 
 
 class HeadSpec(TrainingSpec):
-    """Of a speculator head. `start`: `target` begins with the target's embedding and output rows, scaled."""
+    """Training of a speculator head. `start`: `target` begins with the target's embedding and output rows, scaled."""
 
     start: Literal["random", "target"] = "random"
 

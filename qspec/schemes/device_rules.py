@@ -31,7 +31,7 @@ def raise_refused(findings: Iterable[Finding]) -> None:
     problems = Problems()
     for finding in findings:
         if finding.level == "refused":
-            problems.found.append(RecipeError(finding.value, finding.rule, finding.fix))
+            problems.errors.append(RecipeError(finding.value, finding.rule, finding.fix))
     problems.tell()
 
 
