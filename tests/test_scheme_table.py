@@ -1,6 +1,7 @@
 """A scheme is one row: every verb knows one that a test adds."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 import json
 from pathlib import Path
 import re
@@ -8,9 +9,9 @@ import re
 import pytest
 
 from qspec import cli, pipeline
-from qspec.errors import RecipeError
+from qspec.errors import RecipeError, SourceError
 from qspec.numerics.quantization.blocks import PerChannel
-from qspec.numerics.quantization.formats import FP8_E4M3
+from qspec.numerics.quantization.formats import FP8_E4M3, INT8
 from qspec.pair.check import check
 from qspec.pair.open import open_pair
 from qspec.progress import Progress
@@ -31,11 +32,15 @@ ROW = WeightScheme(
 )
 
 
-@pytest.fixture
-def row() -> Iterator[WeightScheme]:
-    SCHEMES[ROW.name] = ROW
-    yield ROW
-    del SCHEMES[ROW.name]
+ROWS = (ROW, replace(ROW, name="W8A16", help="INT8 weights with a scale per row, inputs as they are", weight=INT8))
+
+
+@pytest.fixture(params=ROWS, ids=lambda row: row.name)
+def row(request: pytest.FixtureRequest) -> Iterator[WeightScheme]:
+    added: WeightScheme = request.param
+    SCHEMES[added.name] = added
+    yield added
+    del SCHEMES[added.name]
 
 
 def test_a_scheme_that_one_row_adds_is_known_to_every_verb(
@@ -73,6 +78,24 @@ def test_a_foreign_checkpoint_gets_the_name_of_its_row(row: WeightScheme) -> Non
             assert config is not None
             schemes, _ = decode(config, ["a.down_proj"])
             assert [found.name for found in schemes.values()] == [own.name]
+
+
+@pytest.mark.parametrize("place", ["group", "whole"])
+def test_int8_weights_in_words_are_refused_by_name(place: str) -> None:
+    """Would catch words of four codes, which qspec does not read, that pass for codes in a byte each."""
+    from qspec.bridges.quant_config import decode, encode
+
+    scheme = ROWS[1].layer()
+    assert scheme is not None
+    config = encode({"a.down_proj": scheme}, None, "1")
+    assert config is not None
+    if place == "whole":  # as older writers have it
+        config["config_groups"]["group_0"]["format"] = None
+        config["format"] = "pack-quantized"
+    else:
+        config["config_groups"]["group_0"]["format"] = "pack-quantized"
+    with pytest.raises(SourceError, match="packed 8-bit weights are not read"):
+        decode(config, ["a.down_proj"])
 
 
 def test_a_name_that_no_row_has_is_refused_with_the_known_ones() -> None:

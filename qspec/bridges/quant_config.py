@@ -68,7 +68,7 @@ def decode(config: Mapping[str, Any], layers: Iterable[str]) -> tuple[dict[str, 
     if config.get("quant_method") != "compressed-tensors":
         method = str(config.get("quant_method"))
         raise SourceError(method, "only compressed-tensors checkpoints are read", "start from the float model")
-    schemes = {name: _decode_group(group) for name, group in config["config_groups"].items()}
+    schemes = {name: _decode_group(group, config.get("format")) for name, group in config["config_groups"].items()}
     targets = {name: group["targets"] for name, group in config["config_groups"].items()}
     ignore = config.get("ignore") or []
     return schemes, {layer: None if _matches(layer, ignore) else _first(layer, targets) for layer in layers}
@@ -256,11 +256,12 @@ def _encode_granularity(granularity: Granularity) -> tuple[str, int | None, list
             return "block", None, [rows, cols]
 
 
-def _decode_group(group: Mapping[str, Any]) -> LayerScheme:
+def _decode_group(group: Mapping[str, Any], whole: str | None = None) -> LayerScheme:
+    """whole: the format of groups that name none."""
     weight = _decode_tensor(group["weights"])
     inputs = group.get("input_activations")
     activation = None if inputs is None else _decode_tensor(inputs)
-    if weight.fmt == INT8 and activation is None:
+    if weight.fmt == INT8 and activation is None and (group.get("format") or whole) == "pack-quantized":
         raise SourceError("weight-only int8", "packed 8-bit weights are not read", "use W8A8 or W4A16")
     if activation is not None and not activation.symmetric:
         raise SourceError("asymmetric activations", "activations are symmetric here", "quantize with symmetric: true")

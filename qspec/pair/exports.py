@@ -71,7 +71,8 @@ def vllm_arguments(
         arguments += HALF
     if draft:
         arguments += kind_of(recipe.draft).vllm_arguments(f"{pair}/draft")
-        arguments += ["--speculative-config", json.dumps(vllm_speculative_config(recipe, f"{pair}/draft"))]
+        config = vllm_speculative_config(recipe, f"{pair}/draft")
+        arguments += ["--speculative-config", json.dumps(config)] if config else []
     return arguments
 
 

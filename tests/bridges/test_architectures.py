@@ -25,4 +25,6 @@ def test_a_llama_like_architecture_is_one_row(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(ARCHITECTURES, "cwm", Architecture())
     ids = torch.arange(5, 15)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids[None]).logits[0]
-    assert torch.equal(Decoder.from_float(load_folder(folder)).forward(ids), expected)
+    found = Decoder.from_float(load_folder(folder)).forward(ids)
+    # float32, two layers: only the order of summation differs, by what a CPU's matmuls do
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

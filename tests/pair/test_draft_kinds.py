@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import json
 from pathlib import Path
 import re
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from qspec.errors import RecipeError
 from qspec.pair.check import check
 from qspec.pair.drafters.kind import DraftKind, Weights
 from qspec.pair.drafters.registry import KINDS
+from qspec.pair.exports import vllm_command
 from qspec.pair.open import open_pair
 from qspec.progress import Progress
 from qspec.records import ArchMap
 from qspec.remeasure import bench_pair
-from qspec.schema.devices import DeviceSheet
 from qspec.schema.drafts import DRAFTS, DraftSpec
 from qspec.schema.recipe import Recipe
 from qspec.speculation.types import Drafter, More, Proposal, Sampling
@@ -53,12 +53,6 @@ class Repeat(DraftKind[RepeatDraft]):
     def drafter(self, weights: Weights, target: ArchMap, tokens: int) -> Drafter:
         return RepeatDrafter()
 
-    def vllm_config(self, recipe: Recipe, folder: str) -> dict[str, Any]:
-        return {"method": "custom_class", "model": "elsewhere.Repeat", "num_speculative_tokens": 1}
-
-    def in_vllm(self, recipe: Recipe, sheet: DeviceSheet) -> tuple[bool, str]:
-        return False, "vLLM does not repeat tokens"
-
 
 @pytest.fixture
 def repeat() -> Iterator[None]:
@@ -71,14 +65,19 @@ def repeat() -> Iterator[None]:
 
 @pytest.mark.usefixtures("repeat")
 def test_a_kind_that_one_class_adds_is_known_to_every_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch a verb that asks for kinds by name: plan, run, check, generate, bench, report."""
+    """Would catch a verb that asks for kinds by name: plan, run, check, generate, bench, report; and one that has
+    to be known to vLLM.
+    """
     recipe = job(tmp_path, tiny_model("llama", tmp_path / "model"), {"kind": "repeat"})
     (tmp_path / "recipe.yaml").write_text(recipe.dump())
     cli.main(["plan", str(tmp_path / "recipe.yaml"), "--json"])
     assert json.loads(capsys.readouterr().out)["draft"]["kind"] == "repeat"
     pair = pipeline.run(recipe, tmp_path / "out", progress=Progress(quiet=True))
     assert any("sha256" in line for line in check(pair))
-    answer = open_pair(pair).generate("The quick brown fox", max_new_tokens=8)
+    opened = open_pair(pair)
+    assert ("vllm", "draft", False) in {(line.runtime, line.part, line.served) for line in opened.manifest.served_by}
+    assert "--speculative-config" not in vllm_command(recipe)
+    answer = opened.generate("The quick brown fox", max_new_tokens=8)
     assert any(step.drafted for step in answer.generation.steps)
     results = bench_pair(pair, tmp_path / "again", progress=Progress(quiet=True))
     assert results.speed is not None

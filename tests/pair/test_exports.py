@@ -5,6 +5,7 @@ from dataclasses import replace
 import importlib
 import json
 import shlex
+from typing import get_args
 
 import pytest
 
@@ -12,7 +13,8 @@ from qspec.bridges.vllm.heads import FOLDER_KEY
 from qspec.pair.exports import exports, transformers_snippet, vllm_command, vllm_speculative_config
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
-from qspec.schema.recipe import Recipe
+from qspec.schema.recipe import DraftLengthSpec, Recipe
+from qspec.speculation.length.policies import POLICIES
 
 
 def recipe(device: str = "h100", target: dict | None = None, draft: dict | None = None, **fields: object) -> Recipe:
@@ -239,6 +241,14 @@ def test_batch_schedule_reaches_vllm():
     suffix = recipe(draft={"kind": "suffix"}, speculation=speculation)
     assert "num_speculative_tokens_per_batch_size" not in vllm_speculative_config(suffix)
     assert "by_batch is left out" in line(suffix, "vllm", "draft")[1]
+
+
+def test_every_policy_is_known_to_recipes_and_exports():
+    """Would catch a policy that a recipe cannot name, and one that vLLM drops without a word."""
+    assert set(POLICIES) == set(get_args(DraftLengthSpec.model_fields["policy"].annotation))
+    recipes = {policy: recipe(speculation={"draft_length": {"policy": policy}}) for policy in POLICIES}
+    said = [policy for policy, r in recipes.items() if "draft length fixed at 5" in line(r, "vllm", "draft")[1]]
+    assert said == [policy for policy in POLICIES if policy != "fixed"]
 
 
 @pytest.mark.parametrize(

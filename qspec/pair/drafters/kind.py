@@ -1,6 +1,6 @@
 """What a kind of draft does at every stage of its life; each kind is one subclass.
 
-A draft that follows from the text alone needs a `drafter`, and what servers know of it; the rest has defaults.
+A draft that follows from the text alone needs a `drafter`; the rest has defaults, of a draft that no server knows.
 """
 
 from collections.abc import Callable, Iterator
@@ -155,8 +155,8 @@ class DraftKind(Generic[S]):
     # for other runtimes
 
     def vllm_config(self, recipe: Recipe, folder: str) -> dict[str, Any]:
-        """The value of vLLM's --speculative-config. folder: the draft's."""
-        raise NotImplementedError
+        """The value of vLLM's --speculative-config, empty where vLLM knows no such draft. folder: the draft's."""
+        return {}
 
     def vllm_arguments(self, folder: str) -> list[str]:
         """Further arguments of vLLM's server."""
