@@ -290,11 +290,11 @@ def plan(
     from qspec.planning.preview import preview
     from qspec.planning.preview_text import render
     from qspec.schema.recipe import Recipe
-    from qspec.schemes.device_rules import Finding, raise_refused
+    from qspec.schemes.device_rules import PlanFinding, raise_refused
 
     view = preview(Recipe.read(recipe, tuple(overrides or ())))
     print(json.dumps(view, indent=2, ensure_ascii=False) if as_json else render(view), end="\n" if as_json else "")
-    raise_refused([Finding(**finding) for finding in view["findings"]])
+    raise_refused([PlanFinding(**finding) for finding in view["findings"]])
 
 
 @app.command()

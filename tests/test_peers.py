@@ -45,7 +45,7 @@ from qspec.quantization.kv_scales import key_biases
 from qspec.quantization.rotate import prepare
 from qspec.quantization.rtn import quantize, unseen_experts
 from qspec.quantization.smooth import transform
-from qspec.quantization.stream import Job, stream
+from qspec.quantization.stream import StreamJob, stream
 from qspec.records import EMBEDDING, LoadedModel, QLinear, QuantizedModel
 from qspec.schema.devices import read_device
 from qspec.schema.manifest import Half, Manifest, TokenizerInfo, Validity
@@ -259,7 +259,7 @@ class _Lazy(Mapping[str, Tensor]):
 
 
 def _streamed(model: LoadedModel, folder: Path, spec: QuantSpec) -> QuantizedModel:
-    job = Job(spec, FusionSpec(), build_plan(spec), torch.float32)
+    job = StreamJob(spec, FusionSpec(), build_plan(spec), torch.float32)
     calibration = CalibrationSpec(data=(DataSpec(name="gutenberg"),), samples=4, length=32)
     return stream(model, job, lambda: ROWS, job.key(model, calibration, 0), folder, QUIET)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qspec.bridges import harness, speculator
-from qspec.bridges.harness import Sample, Scores
+from qspec.bridges.harness import Sample, TaskScores
 from qspec.bridges.hf import load_tokenizer
 from qspec.errors import PairError, RecipeError, SourceError
 from qspec.measure.evaluate import compare
@@ -344,7 +344,7 @@ class Listening(Decoder):
         return list(self.__dict__.get("heard", []))
 
 
-def asked(folder: Path, task: TaskSpec) -> tuple[Scores, list[list[int]]]:
+def asked(folder: Path, task: TaskSpec) -> tuple[TaskScores, list[list[int]]]:
     """A task's scores, and the prompts as the model read them."""
     model = load(folder)
     decoder = Listening.from_float(model)
@@ -395,9 +395,9 @@ def _verdict(task: TaskResult) -> str:
 def test_T68_noise_is_not_taken_for_an_effect() -> None:
     """A quantized model was "better" than its original: the noise of other questions was larger than the effect."""
 
-    def arm(scores: list[int], name: str = "p") -> Scores:
+    def arm(scores: list[int], name: str = "p") -> TaskScores:
         samples = [Sample("t", i, f"d{i}", f"{name}{i}", float(s), False, False) for i, s in enumerate(scores)]
-        return Scores("acc", samples, {})
+        return TaskScores("acc", samples, {})
 
     original, luckier = arm([1] * 60 + [0] * 40), arm([1] * 57 + [0] * 3 + [1] * 7 + [0] * 33)
     found = compare(TaskSpec(), "qspec", original, luckier)

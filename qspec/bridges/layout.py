@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from qspec.bridges.architectures import ARCHITECTURES, USE_SUPPORTED
-from qspec.bridges.tensors import LazyTensors, Part
+from qspec.bridges.tensors import LazyTensors, StoredPart
 from qspec.errors import SourceError
 from qspec.records import EMBEDDING, HEAD, ArchMap, fused_with
 
@@ -142,35 +142,35 @@ def stored_items(
 
 def split_stored(arch: ArchMap, tensors: LazyTensors) -> LazyTensors:
     """A checkpoint's float weights by their names in memory; experts may also be stacked, as transformers has them."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, StoredPart] = {}
     for layer in [*arch.linears(), *arch.routers()]:
         part = _stored_part(arch, layer)
-        if part.stored in tensors and part != Part(f"{layer}.weight"):
+        if part.stored in tensors and part != StoredPart(f"{layer}.weight"):
             parts[f"{layer}.weight"] = part
         elif (stacked := _stacked_part(arch, layer)) and stacked.stored in tensors:
             parts[f"{layer}.weight"] = stacked
     return tensors.divided(parts) if parts else tensors
 
 
-def _stored_part(arch: ArchMap, layer: str) -> Part:
+def _stored_part(arch: ArchMap, layer: str) -> StoredPart:
     """Where a layer's weight is; the last one of several has all that is left, so that a row too many shows."""
     start, stop = stored_rows(arch, layer) or (0, None)
     group = fused_with(layer)
-    return Part(f"{stored_as(arch, layer)}.weight", None, start, None if group and layer == group[-1] else stop)
+    return StoredPart(f"{stored_as(arch, layer)}.weight", None, start, None if group and layer == group[-1] else stop)
 
 
-def _stacked_part(arch: ArchMap, layer: str) -> Part | None:
+def _stacked_part(arch: ArchMap, layer: str) -> StoredPart | None:
     expert = _EXPERT.fullmatch(layer)
     if not expert:
         return None
     block, number, size = f"{expert[1]}mlp.experts", int(expert[2].split(".")[1]), arch.expert_size
     match expert[3]:
         case "gate_proj":
-            return Part(f"{block}.gate_up_proj", number, 0, size)
+            return StoredPart(f"{block}.gate_up_proj", number, 0, size)
         case "up_proj":
-            return Part(f"{block}.gate_up_proj", number, size)
+            return StoredPart(f"{block}.gate_up_proj", number, size)
         case _:
-            return Part(f"{block}.down_proj", number)
+            return StoredPart(f"{block}.down_proj", number)
 
 
 def _layer_shapes(arch: ArchMap, layer: str) -> dict[str, tuple[int, ...]]:

@@ -28,7 +28,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Completion:
+class ApiCompletion:
     """An answer; `cut`: it hit the token limit."""
 
     text: str
@@ -87,14 +87,14 @@ class Api:
 
     def complete(
         self, prompt: Sequence[int] | Sequence[Message], most: int, stops: Sequence[str], stop_ids: Sequence[int]
-    ) -> Completion:
+    ) -> ApiCompletion:
         """Greedy answer to tokens, or to a conversation. stop_ids: beyond the model's own (not in OpenAI's own API)."""
         own: dict[str, Any] = {"stop": list(stops)} if stops else {}
         own |= {"stop_token_ids": list(stop_ids)} if stop_ids else {}
         path, body = _question(prompt)
         choice = self._ask("POST", path, {**body, "max_tokens": most, "temperature": 0, **own})["choices"][0]
         text = choice["text"] if path == "completions" else choice["message"]["content"]
-        return Completion(text or "", choice.get("finish_reason") == "length")
+        return ApiCompletion(text or "", choice.get("finish_reason") == "length")
 
     def stream(self, prompt: Sequence[int], most: int) -> Streamed:
         """Time a greedy answer of exactly `most` tokens (`ignore_eos`, where the server knows it)."""

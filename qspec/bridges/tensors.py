@@ -25,7 +25,7 @@ _ONE_COPY = "download the model again, or save it again with `save_pretrained`"
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """Rows of the tensor `stored`, or of its slice `index` along the first axis; `stop` None: to the last row."""
 
     stored: str
@@ -41,7 +41,7 @@ class Part:
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name over one or several files; each is memory-mapped when it is asked for."""
 
-    def __init__(self, files: Mapping[str, Path], parts: Mapping[str, Part] | None = None) -> None:
+    def __init__(self, files: Mapping[str, Path], parts: Mapping[str, StoredPart] | None = None) -> None:
         """`files`: the file of each tensor name; `parts`: what to read there, where that is not a tensor so named."""
         self._files = dict(files)
         self._parts = dict(parts or {})
@@ -62,7 +62,7 @@ class LazyTensors(Mapping[str, Tensor]):
         files = {name: path for name, path in self._files.items() if name not in names}
         return LazyTensors(files, self._parts)
 
-    def divided(self, parts: Mapping[str, Part]) -> "LazyTensors":
+    def divided(self, parts: Mapping[str, StoredPart]) -> "LazyTensors":
         """The same files with `parts` in place of the tensors that these are of; all must be there."""
         files = self.without({part.stored for part in parts.values()})._files
         files |= {name: self._files[part.stored] for name, part in parts.items()}
@@ -75,7 +75,7 @@ class LazyTensors(Mapping[str, Tensor]):
             path = self._files[name]
             raise SourceError(f"{path}: {name}", f"cannot be read ({error})", _ONE_COPY) from error
 
-    def _read(self, name: str, part: Part) -> Tensor:
+    def _read(self, name: str, part: StoredPart) -> Tensor:
         tensor: Tensor
         if part.whole:
             tensor = self._handle(name).get_tensor(part.stored)
@@ -94,8 +94,8 @@ class LazyTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._files)
 
-    def _part(self, name: str) -> Part:
-        return self._parts.get(name, Part(name))
+    def _part(self, name: str) -> StoredPart:
+        return self._parts.get(name, StoredPart(name))
 
     def _slice(self, name: str) -> Any:
         return self._handle(name).get_slice(self._part(name).stored)

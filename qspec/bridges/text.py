@@ -35,7 +35,7 @@ log = logging.getLogger("qspec")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchmarkPrompt:
     """One request of a benchmark: what the user says first."""
 
     category: str
@@ -210,7 +210,7 @@ def prompts(
     per_category: int | None,
     categories: Sequence[str] | None = None,
     fits: Callable[[str], bool] | None = None,
-) -> list[Prompt]:
+) -> list[BenchmarkPrompt]:
     """The first `per_category` requests (None: all) of every category (first turns) that `fits` lets pass.
 
     A data set may group its categories (Spec-Bench's eight of MT-bench are `multi_turn`); by default the groups count,
@@ -222,7 +222,7 @@ def prompts(
     own = [_category(row, entry) for row in rows]
     wide = [group.get(category, category) for category in own]
     wanted = tuple(categories) if categories is not None else tuple(dict.fromkeys(wide))
-    chosen: list[Prompt] = []
+    chosen: list[BenchmarkPrompt] = []
     for category in wanted:
         matching = (row for row, a, b in zip(rows, own, wide, strict=True) if category in (a, b))
         texts = (_text(row, fields) for row in matching)
@@ -231,7 +231,7 @@ def prompts(
             valid = sorted({*own, *wide})
             fix = f"{closest(category, valid)}use one of: {', '.join(valid)}"
             raise RecipeError(f"prompt category {category!r}", f"does not exist in {name}", fix)
-        taken = [Prompt(category, text) for text in islice(fitting, per_category)]
+        taken = [BenchmarkPrompt(category, text) for text in islice(fitting, per_category)]
         if len(taken) < (per_category or 0):
             rule = f"holds {len(taken)} that fit the context, and {per_category} are asked for"
             fix = "lower per_category (null: all there are), shorten max_new_tokens, or name other categories"

@@ -81,7 +81,7 @@ class KeyBias:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationText:
     """The text that activations were measured on."""
 
     data: str
@@ -106,7 +106,7 @@ class ModelView:
     layers: tuple[LayerView, ...]
     kv: tuple[KVView, ...]
     k_bias: tuple[KeyBias, ...]
-    calibration: Calibration | None
+    calibration: CalibrationText | None
 
 
 def view_model(
@@ -114,7 +114,7 @@ def view_model(
     name: str,
     progress: Progress,
     stats: LayerStats | None = None,
-    calibration: Calibration | None = None,
+    calibration: CalibrationText | None = None,
 ) -> ModelView:
     """Look at every linear layer, one at a time. Raises `SourceError` for weights that are not finite."""
     arch = model.arch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qspec.bridges import compressed
 from qspec.errors import QspecError
-from qspec.inspection.model import Calibration
+from qspec.inspection.model import CalibrationText
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from qspec.numerics.quantization.distribution import Extent, beyond_share, extent, saturated_share
@@ -98,7 +98,7 @@ class PairView:
     name: str
     draft: str | None
     halves: tuple[HalfView, ...]
-    calibration: Calibration | None
+    calibration: CalibrationText | None
 
 
 def read_half(folder: Path) -> QuantizedModel:

@@ -40,7 +40,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class TimedPart:
     """Milliseconds per token (median of the turns, and their least and most), the share, and the floor.
 
     floor_ms: what reading the part's stored bytes takes at the best rate that was measured beside the turns.
@@ -76,7 +76,7 @@ class Profile:
     prompt_tokens: int
     plain_ms: float
     timers: float
-    parts: tuple[Part, ...]
+    parts: tuple[TimedPart, ...]
     bandwidth: float
     bytes_per_token: float
     ceiling_tokens_s: float
@@ -123,7 +123,7 @@ def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile
         plain_ms=plain_ms,
         timers=median(turn.timed_ms for turn in turns) / plain_ms - 1,
         parts=tuple(
-            Part(
+            TimedPart(
                 name,
                 median(ms),
                 (min(ms), max(ms)),
@@ -240,7 +240,7 @@ def _share(of_ceiling: float) -> str:
     return percent(of_ceiling) if of_ceiling < 1 else "within noise"
 
 
-def _times(part: Part) -> str:
+def _times(part: TimedPart) -> str:
     """How often the part's time holds its floor, from the least to the most of all turns."""
     if not part.floor_ms:
         return ""

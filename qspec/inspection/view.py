@@ -12,7 +12,7 @@ from qspec.bridges.hf import read_config
 from qspec.bridges.text import calibration_rows, load_rows
 from qspec.errors import RecipeError
 from qspec.inspection import model_page as inspect_model_page, pair_page as inspect_pair_page
-from qspec.inspection.model import Calibration, ModelView, view_model
+from qspec.inspection.model import CalibrationText, ModelView, view_model
 from qspec.inspection.pair import PairView, read_half, view_half
 from qspec.models.load import load
 from qspec.pair.check import PairContent, read_pair
@@ -91,11 +91,11 @@ def _is_quantized(folder: Path) -> bool:
     return quantization_method(read_config(folder)) == "compressed-tensors"
 
 
-def _rows(data: str, tokenizer: Tokenizer, max_positions: int) -> tuple[list[list[int]], Calibration]:
+def _rows(data: str, tokenizer: Tokenizer, max_positions: int) -> tuple[list[list[int]], CalibrationText]:
     length = min(LENGTH, max_positions)
     spec = CalibrationSpec(data=(DataSpec(name=data),), samples=TEXTS, length=length)
     rows = calibration_rows(spec, tokenizer, seed=0)
-    return rows, Calibration(data, len(rows), sum(map(len, rows)))
+    return rows, CalibrationText(data, len(rows), sum(map(len, rows)))
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from qspec.bridges import harness
-from qspec.bridges.harness import Sample, Scores
+from qspec.bridges.harness import Sample, TaskScores
 from qspec.errors import SourceError
 from qspec.measure.fidelity import measure_fidelity
 from qspec.measure.items import chance_of, compare_items, compare_likelihoods, score_interval
@@ -71,7 +71,7 @@ def evaluate(
     )
 
 
-def compare(task: TaskSpec, backend: str, original: Scores, quantized: Scores) -> TaskResult:
+def compare(task: TaskSpec, backend: str, original: TaskScores, quantized: TaskScores) -> TaskResult:
     """Pair two arms item by item. Raises `SourceError` when they did not answer the same prompts in the same way."""
     for name in original.condition.keys() | quantized.condition.keys():
         one, other = (arm.condition.get(name) for arm in (original, quantized))

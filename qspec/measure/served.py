@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qspec.bridges import harness
-from qspec.bridges.harness.served import Served
+from qspec.bridges.harness.served import ServedModel
 from qspec.bridges.openai_api import Api
 from qspec.bridges.vllm import server as vllm
 from qspec.errors import RecipeError
@@ -84,12 +84,12 @@ def evaluate_served(
     tasks = [task for task in recipe.evaluation.tasks if backend in task.backends]
     for task in tasks:
         harness.require(task, servers.context)
-    scores: dict[str, list[harness.Scores]] = {}
+    scores: dict[str, list[harness.TaskScores]] = {}
     for arm in ARMS if tasks else ():
         with servers.open(arm) as api:
             facts = api.facts()
             own = {"model": facts.name, "server": facts.engine}
             for task in tasks:
-                served = Served(api, tokenizer, eos_ids, servers.context, servers.chat, servers.at_once)
+                served = ServedModel(api, tokenizer, eos_ids, servers.context, servers.chat, servers.at_once)
                 scores.setdefault(arm, []).append(harness.evaluate_served(served, task, own, progress))
     return [compare(task, backend, *arms) for task, *arms in zip(tasks, *scores.values(), strict=True)]

@@ -9,10 +9,10 @@ from qspec.planning.planned import PlannedPair, resolve
 from qspec.planning.remarks import draft_findings, remarks, speed_findings, tokenizer_findings
 from qspec.schema.problems import validate
 from qspec.schema.recipe import Recipe
-from qspec.schemes.device_rules import Finding
+from qspec.schemes.device_rules import PlanFinding
 
 
-def compatibility(target: str, draft: str, device: str = "cpu") -> list[Finding]:
+def compatibility(target: str, draft: str, device: str = "cpu") -> list[PlanFinding]:
     """Findings on the two as a pair: refusals of `run`, costs in acceptance or speed, notes.
 
     target, draft: as a recipe names models. Raises `SourceError` for one that cannot be read.
@@ -30,7 +30,7 @@ def compatibility(target: str, draft: str, device: str = "cpu") -> list[Finding]
     return [*findings, *speed_findings(pair), _prediction(pair)]
 
 
-def on_device(pair: Path, device: str) -> list[Finding]:
+def on_device(pair: Path, device: str) -> list[PlanFinding]:
     """Findings on an existing pair for a device: refusals and memory, from the pair's shapes and schemes."""
     manifest = read_manifest(pair)
     fields = manifest.recipe | {"device": device}
@@ -43,17 +43,17 @@ def on_device(pair: Path, device: str) -> list[Finding]:
     return [*remarks(planned), *room]
 
 
-def _room(planned: PlannedPair, sequences: int, length: int) -> Finding:
+def _room(planned: PlannedPair, sequences: int, length: int) -> PlanFinding:
     weights, kv = planned.weights_and_kv
     value = f"{weights / 1e9:.2f} GB of weights, both halves, and {kv / 1e6:.3f} MB of KV per token"
     rule = f"leave room for {sequences:,} sequences of {length:,} tokens on {planned.sheet.name}"
-    return Finding("note", value, rule, "the server's own buffers and graphs come on top")
+    return PlanFinding("note", value, rule, "the server's own buffers and graphs come on top")
 
 
-def _prediction(pair: PlannedPair) -> Finding:
+def _prediction(pair: PlannedPair) -> PlanFinding:
     """The speedups that the size ratio allows, unquantized."""
     best = [gain(pair.duo, *pair.gammas, alpha) for alpha in pair.duo.prior.alphas]
     speedups = ", ".join(f"{g.best_speedup:.2f}x at {g.alpha:g} (draft {g.best_gamma})" for g in best)
     c = pair.duo.cost_ratio()
     rule = f"predict {speedups} by assumed acceptance, on {pair.sheet.name}, neither of them quantized"
-    return Finding("note", f"c = {c:.3f}, {1 / c:.1f} times less to read", rule, "measure it: qspec run")
+    return PlanFinding("note", f"c = {c:.3f}, {1 / c:.1f} times less to read", rule, "measure it: qspec run")

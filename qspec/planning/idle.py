@@ -8,21 +8,21 @@ from qspec.planning.planned import PlannedHalf, PlannedPair
 from qspec.schema.quantization import RANDOM_ROWS, ClipSpec, KVPartSpec, KVSpec, QuantSpec, SmoothingSpec
 from qspec.schema.recipe import CalibrationSpec, DraftLengthSpec, Recipe
 from qspec.scheme_table import SCHEMES, named, rows_that
-from qspec.schemes.device_rules import Finding
+from qspec.schemes.device_rules import PlanFinding
 
 IdleField = tuple[str, str, str]
 """Field, why it has no effect, and what to do."""
 
 
-def idle_findings(pair: PlannedPair) -> Iterator[Finding]:
+def idle_findings(pair: PlannedPair) -> Iterator[PlanFinding]:
     """A warning per field that differs from its default and has no effect."""
     halves = {"target": pair.target, "draft": pair.draft}
     for name, half in halves.items():
         if half is not None:
             for field, rule, fix in (*_quantization(half), *_rewrites(half), *_kv(half.spec.kv)):
-                yield Finding("warning", f"{name}.quantization.{field}", rule, fix)
+                yield PlanFinding("warning", f"{name}.quantization.{field}", rule, fix)
     for field, rule, fix in (*_calibration(pair), *_fusion(pair), *_rest(pair.recipe)):
-        yield Finding("warning", field, rule, fix)
+        yield PlanFinding("warning", field, rule, fix)
 
 
 def _quantization(half: PlannedHalf) -> Iterator[IdleField]:

@@ -26,7 +26,7 @@ from qspec.schema.devices import DeviceSheet, read_device
 from qspec.schema.quantization import ModelSpec, QuantSpec
 from qspec.schema.recipe import Recipe, TaskSpec
 from qspec.schemes.build import build_plan, needs_statistics, resolve_plan
-from qspec.schemes.device_rules import Finding, device_findings, modifier_findings, raise_refused
+from qspec.schemes.device_rules import PlanFinding, device_findings, modifier_findings, raise_refused
 from qspec.schemes.footprint import Footprint, footprint, kv_window_bytes
 
 USABLE = 0.9
@@ -240,7 +240,9 @@ def resolve(recipe: Recipe, made: bool = False) -> PlannedPair:
     return PlannedPair(planned, recipe, headers, sheet, dtype, target, draft, head, own_rows)
 
 
-def device_remarks(recipe: Recipe, sheet: DeviceSheet, dtype: str, halves: Sequence[PlannedHalf]) -> Iterator[Finding]:
+def device_remarks(
+    recipe: Recipe, sheet: DeviceSheet, dtype: str, halves: Sequence[PlannedHalf]
+) -> Iterator[PlanFinding]:
     """Remarks on what a device, and those who serve there, make of halves and of a recipe."""
     for half in halves:
         yield from device_findings(sheet, half.possible, half.plan.kv, dtype, half.arch)

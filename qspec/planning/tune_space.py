@@ -22,7 +22,7 @@ from qspec.schema.tuning import (
     head_parts,
     with_head,
 )
-from qspec.schemes.device_rules import Finding, device_findings
+from qspec.schemes.device_rules import PlanFinding, device_findings
 from qspec.schemes.footprint import Footprint
 
 PLAIN = "none"
@@ -198,7 +198,7 @@ def _admitted(label: str, fields: Any, pruned: list[Pruned]) -> PlannedPair | No
     return pair
 
 
-def _refusal(findings: Iterable[Finding]) -> str | None:
+def _refusal(findings: Iterable[PlanFinding]) -> str | None:
     return next((str(finding) for finding in findings if finding.level == "refused"), None)
 
 

@@ -54,7 +54,7 @@ Unit = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Profile:
+class FormatProfile:
     """Why a float format suits a tensor: kurtosis, largest magnitude over RMS, share that E4M3 may lose.
 
     below: of the values other than 0, what is under E4M3's smallest subnormal at the scale that it would have.
@@ -78,8 +78,8 @@ class Decision:
     layers: tuple[str, ...]
     scheme: LayerScheme
     ratio: float | None
-    weight: Profile | None = None
-    input: Profile | None = None
+    weight: FormatProfile | None = None
+    input: FormatProfile | None = None
 
     def record(self) -> dict[str, Any]:
         """JSON values; `read` gives back an equal decision."""
@@ -88,7 +88,7 @@ class Decision:
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Decision":
         """Inverse of `record`."""
-        profiles = {key: record[key] and Profile(**record[key]) for key in ("weight", "input")}
+        profiles = {key: record[key] and FormatProfile(**record[key]) for key in ("weight", "input")}
         return cls(tuple(record["layers"]), decode_scheme(record["scheme"]), record["ratio"], **profiles)
 
 
@@ -262,7 +262,9 @@ def _held_out(rows: int) -> list[int]:
     return [row for row in range(rows) if row * 0.6180339887 % 1 < 0.25]
 
 
-def _profiles(model: LoadedModel, unit: Unit, scheme: LayerScheme, stats: LayerStats) -> tuple[Profile, Profile | None]:
+def _profiles(
+    model: LoadedModel, unit: Unit, scheme: LayerScheme, stats: LayerStats
+) -> tuple[FormatProfile, FormatProfile | None]:
     """Profiles of the unit's weight that E4M3 serves worst, and of its input; `scheme` has E4M3 in both."""
     linears = quantize_unit(model, unit, scheme, stats, [])
     weights = [_weight_profile(finite_weight(model, layer), linear.weight) for layer, linear in linears.items()]
@@ -272,12 +274,12 @@ def _profiles(model: LoadedModel, unit: Unit, scheme: LayerScheme, stats: LayerS
     x_TK, stored = stats.inputs_TK[unit[0]].float(), linears[unit[0]].input_scale
     blocks = to_blocks(x_TK, scheme.activation.granularity)
     scale = symmetric_scale(blocks.abs().amax(1, keepdim=True), FP8_E4M3) if stored is None else stored.reshape(1, 1)
-    return worst, Profile(kurtosis(x_TK), peak_ratio(x_TK), below_share(blocks, scale, FP8_E4M3))
+    return worst, FormatProfile(kurtosis(x_TK), peak_ratio(x_TK), below_share(blocks, scale, FP8_E4M3))
 
 
-def _weight_profile(w_NK: Tensor, weight: QTensor) -> Profile:
+def _weight_profile(w_NK: Tensor, weight: QTensor) -> FormatProfile:
     blocks, scale = to_blocks(w_NK, weight.granularity), weight.scale.reshape(-1, 1)
-    return Profile(kurtosis(w_NK), peak_ratio(w_NK), below_share(blocks, scale, FP8_E4M3))
+    return FormatProfile(kurtosis(w_NK), peak_ratio(w_NK), below_share(blocks, scale, FP8_E4M3))
 
 
 def _log(decision: Decision) -> None:
@@ -317,12 +319,12 @@ def _format_notes(decisions: Sequence[Decision]) -> Iterator[str]:
         yield f"FP8 formats, {what}: E4M3 in {len(rest)} decisions{_middle(rest)}, E5M2 in {len(wide)}{_middle(wide)}."
 
 
-def _middle(profiles: Sequence[Profile]) -> str:
+def _middle(profiles: Sequence[FormatProfile]) -> str:
     """Medians in words."""
     if not profiles:
         return ""
     fields = zip(*((p.kurtosis, p.peak, p.below) for p in profiles), strict=True)
-    return f" (medians: {Profile(*map(median, fields))})"
+    return f" (medians: {FormatProfile(*map(median, fields))})"
 
 
 def _named(layers: Sequence[str], most: int = 3) -> str:

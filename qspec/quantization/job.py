@@ -26,7 +26,7 @@ from qspec.quantization.kv_choice import choose_kv
 from qspec.quantization.pieces import CPU, at_work, placed
 from qspec.quantization.rotate import prepare
 from qspec.quantization.sensitivity import basis, sensitivity
-from qspec.quantization.stream import Job, stream
+from qspec.quantization.stream import StreamJob, stream
 from qspec.records import FusionPlan, LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
@@ -133,7 +133,7 @@ def _quantized(
         with at_work(here):
             plan, chosen = choose_kv(placed(model, here), plan, text.rows, progress=text.progress)
         notes += chosen
-    job = Job(spec, fusion, plan, dtype, tuple(notes), device)
+    job = StreamJob(spec, fusion, plan, dtype, tuple(notes), device)
 
     def rows() -> list[list[int]]:
         drawn = random_rows(real_vocab(model.tokenizer), spec.random_rows, text.spec.length, text.seed)

@@ -34,7 +34,7 @@ _TENSORS = "tensors.safetensors"
 
 
 @dataclass(frozen=True)
-class Job:
+class StreamJob:
     """How every piece is treated, and where (`pieces.placed`).
 
     dtype: of what is not quantized, as stored; notes: on what was done before.
@@ -73,7 +73,7 @@ class _Done:
 
 def stream(
     model: LoadedModel,
-    job: Job,
+    job: StreamJob,
     rows: Callable[[], Sequence[list[int]]],
     key: Mapping[str, Any],
     work: Path,
@@ -126,7 +126,7 @@ def _write_states(states: Mapping[str, Sequence[Tensor]], behind: int, folder: P
 
 def _start(
     model: LoadedModel,
-    job: Job,
+    job: StreamJob,
     schemes: Mapping[str, LayerScheme | None],
     rows: Callable[[], Sequence[list[int]]],
     states: Entry | None,
@@ -149,7 +149,7 @@ def _start(
     return dict.fromkeys(kinds, embedded(replace(model, tensors=table), texts)), 0
 
 
-def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str, list[Tensor]]) -> _Done:
+def _quantize(piece: LoadedModel, job: StreamJob, plan: QuantPlan, states: Mapping[str, list[Tensor]]) -> _Done:
     after: dict[str, list[Tensor]] = {}
     stats: LayerStats | None = None
     if FLOAT in states:
@@ -173,7 +173,7 @@ def _quantize(piece: LoadedModel, job: Job, plan: QuantPlan, states: Mapping[str
 
 def _assemble(
     model: LoadedModel,
-    job: Job,
+    job: StreamJob,
     schemes: Mapping[str, LayerScheme | None],
     texts: int,
     done: Sequence[Entry],

@@ -37,7 +37,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GateOutcome:
     """One gate on one value."""
 
     gate: Gate
@@ -84,12 +84,12 @@ def parse(text: str) -> Gate:
     return Gate(text.strip(), match[1], (match[2] or "").strip(), match[3] or "", match[4], limit)
 
 
-def judge(gates: Sequence[Gate], results: Results, against: Results | None = None) -> list[Outcome]:
+def judge(gates: Sequence[Gate], results: Results, against: Results | None = None) -> list[GateOutcome]:
     """Every gate on the values that it names. Raises `SourceError` for one that was not measured: that is no pass."""
     return [outcome for gate in gates for outcome in _judge(gate, results, against)]
 
 
-def _judge(gate: Gate, results: Results, against: Results | None) -> list[Outcome]:
+def _judge(gate: Gate, results: Results, against: Results | None) -> list[GateOutcome]:
     values = measured(results, gate.metric, against)
     named = {label: value for label, value in values.items() if gate.label in ("", label)}
     if not values:
@@ -101,10 +101,10 @@ def _judge(gate: Gate, results: Results, against: Results | None) -> list[Outcom
         raise SourceError(f"{results.name}: gate {gate.text}", f"{gate.label!r} was not measured", fix)
     if not gate.label and gate.metric not in EVERY:
         named = dict(list(named.items())[:1])
-    return [_known(Outcome(gate, label, value), results) for label, value in named.items()]
+    return [_known(GateOutcome(gate, label, value), results) for label, value in named.items()]
 
 
-def _known(outcome: Outcome, results: Results) -> Outcome:
+def _known(outcome: GateOutcome, results: Results) -> GateOutcome:
     """An outcome that asks for an interval's end has one."""
     if outcome.gate.end and outcome.value.ci is None:
         rule = f"{outcome.gate.metric}[{outcome.label}] has no interval"
@@ -113,7 +113,7 @@ def _known(outcome: Outcome, results: Results) -> Outcome:
     return outcome
 
 
-def sentence(outcome: Outcome, name: str = "") -> Finding:
+def sentence(outcome: GateOutcome, name: str = "") -> Finding:
     """A gate's outcome in one line; `name`: the pair's, where there are several."""
     gate, value = outcome.gate, outcome.value
     which = f"{name}: " if name else ""

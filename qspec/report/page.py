@@ -13,7 +13,7 @@ from qspec.report.accuracy import accuracy_blocks, lost_contexts, needle_blocks,
 from qspec.report.document import Block, Details, Document, Finding, Heading, Table
 from qspec.report.drafts import acceptance_blocks, prediction_blocks
 from qspec.report.files import read_named, read_results, read_study, study_file
-from qspec.report.gate import Outcome, judge, parse, sentence
+from qspec.report.gate import GateOutcome, judge, parse, sentence
 from qspec.report.headline import cost, differing_answers, lead, picture, tiles
 from qspec.report.pairs import comparison
 from qspec.report.render import data as report_data, html as report_html, markdown as report_markdown
@@ -183,7 +183,7 @@ def gated(
     return replace(page, blocks=(*front, *page.blocks)), missed
 
 
-def _gates(outcomes: Mapping[str, Sequence[Outcome]], against: Results | None) -> list[Block]:
+def _gates(outcomes: Mapping[str, Sequence[GateOutcome]], against: Results | None) -> list[Block]:
     over = f"recovery and speedup over {against.name}" if against else "recovery and speedup over the original"
     several = len(outcomes) > 1
     sentences = [sentence(o, name if several else "") for name, listed in outcomes.items() for o in listed]

@@ -14,7 +14,7 @@ Schemes = Mapping[str, LayerScheme | None]
 
 
 @dataclass(frozen=True)
-class Finding:
+class PlanFinding:
     """One remark about a plan. `refused` stops the job before compute, `warning` costs something, `note` informs."""
 
     level: Level
@@ -26,7 +26,7 @@ class Finding:
         return f"{self.value}: {self.rule}; {self.fix}"
 
 
-def raise_refused(findings: Iterable[Finding]) -> None:
+def raise_refused(findings: Iterable[PlanFinding]) -> None:
     """Raise all refusals as one error, a line each, if there are any."""
     problems = Problems()
     for finding in findings:
@@ -37,7 +37,7 @@ def raise_refused(findings: Iterable[Finding]) -> None:
 
 def device_findings(
     sheet: DeviceSheet, schemes: Schemes, kv: KVScheme | None, dtype: str = "auto", arch: ArchMap | None = None
-) -> Iterator[Finding]:
+) -> Iterator[PlanFinding]:
     """Remarks about one half of the pair on one device."""
     for scheme in dict.fromkeys(s for s in schemes.values() if s is not None):
         yield from _scheme_findings(sheet, scheme, dtype)
@@ -45,57 +45,57 @@ def device_findings(
         yield from _kv_findings(sheet, kv, arch)
 
 
-def modifier_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
+def modifier_findings(sheet: DeviceSheet, recipe: Recipe) -> Iterator[PlanFinding]:
     """Remarks about what a recipe adds to its schemes and no server runs."""
     for half, spec in recipe.quantized.items():
         for modifier in spec.modifiers:
             yield _own_alone(sheet, modifier)
             if half == "target" and recipe.asks_transformers and modifier.transformers is not None:
                 value = f"evaluation.tasks backend hf with {modifier.name}"
-                yield Finding("refused", value, f"transformers {modifier.transformers}", "use backends: [qspec]")
+                yield PlanFinding("refused", value, f"transformers {modifier.transformers}", "use backends: [qspec]")
 
 
-def _scheme_findings(sheet: DeviceSheet, scheme: LayerScheme, dtype: str) -> Iterator[Finding]:
+def _scheme_findings(sheet: DeviceSheet, scheme: LayerScheme, dtype: str) -> Iterator[PlanFinding]:
     modifiers = [modifier for modifier in MODIFIERS if modifier.has(scheme)]
     at, row = Place(sheet.name, sheet.capability, dtype), SCHEMES.get(scheme.name)
     for remark in row.remarks if row is not None and IN_GROUPS not in modifiers else ():
         if remark.where(at):
-            yield Finding(remark.level, _on(sheet, scheme.name), remark.rule, remark.fix)
+            yield PlanFinding(remark.level, _on(sheet, scheme.name), remark.rule, remark.fix)
     yield from (_own_alone(sheet, modifier) for modifier in modifiers)
 
 
-def _own_alone(sheet: DeviceSheet, modifier: Modifier) -> Finding:
+def _own_alone(sheet: DeviceSheet, modifier: Modifier) -> PlanFinding:
     """qspec's own engine runs it on a CPU."""
     if sheet.capability is None:
-        return Finding("note", _on(sheet, modifier.name), modifier.rule, f"{modifier.fix} to serve it elsewhere")
-    return Finding("refused", _on(sheet, modifier.name), modifier.rule, f"{modifier.fix}, or set device: cpu")
+        return PlanFinding("note", _on(sheet, modifier.name), modifier.rule, f"{modifier.fix} to serve it elsewhere")
+    return PlanFinding("refused", _on(sheet, modifier.name), modifier.rule, f"{modifier.fix}, or set device: cpu")
 
 
 def _on(sheet: DeviceSheet, what: str) -> str:
     return f"{what} on {sheet.name} ({sheet.architecture})"
 
 
-def _kv_findings(sheet: DeviceSheet, kv: KVScheme, arch: ArchMap | None) -> Iterator[Finding]:
+def _kv_findings(sheet: DeviceSheet, kv: KVScheme, arch: ArchMap | None) -> Iterator[PlanFinding]:
     key, sm = kv.parts[0], sheet.capability
     value, reason = _on(sheet, f"KV {kv.label}"), refusal(kv)
     if reason is not None and sm is not None:
-        yield Finding("refused", value, reason, "use device: cpu, or kv: {format: fp8_e4m3}")
+        yield PlanFinding("refused", value, reason, "use device: cpu, or kv: {format: fp8_e4m3}")
         return
     if reason is not None:
-        yield Finding("note", value, reason, "serve with qspec, or use kv: {format: fp8_e4m3}")
+        yield PlanFinding("note", value, reason, "serve with qspec, or use kv: {format: fp8_e4m3}")
     int8 = "use kv: {format: int8, granularity: token_head}"
     if (unread := unread_fp8(kv, sheet)) is not None:
-        yield Finding("refused", value, unread, int8)
+        yield PlanFinding("refused", value, unread, int8)
     elif key.fmt.is_float and sm is not None and sm < ADA:
         rule = "of vLLM's attention kernels FlashInfer alone reads FP8 KV before SM89"
-        yield Finding("warning", value, rule, f"serve with --attention-backend FLASHINFER, or {int8}")
+        yield PlanFinding("warning", value, rule, f"serve with --attention-backend FLASHINFER, or {int8}")
     if key.fmt.is_float and key.stored and not kv.open and arch is not None and arch.qkv_bias:
         rule = "key biases (Qwen2 family) make keys so large that rounding them to FP8 can change every score"
         fix = "use granularity: auto or skip_layers: auto, which measure it, or kv: null"
-        yield Finding("warning", value, rule, fix)
+        yield PlanFinding("warning", value, rule, fix)
     if key.granularity == "token_head" and sm is None and reason is None:
         rule = "vLLM on CPU loads per-token-head KV without error and then writes garbage (qspec's own engine runs it)"
-        yield Finding("warning", value, rule, "serve with qspec, or use granularity: tensor")
+        yield PlanFinding("warning", value, rule, "serve with qspec, or use granularity: tensor")
 
 
 _SHORT = {"fp8_e4m3": "fp8", "int8": "int8"}

@@ -9,12 +9,12 @@ import time
 from typing import Any
 
 from qspec.errors import RecipeError
-from qspec.schema.api import ChatQuestion, CompletionQuestion, Question, StreamOptions, read_question
+from qspec.schema.api import ApiRequest, ChatRequest, CompletionRequest, StreamOptions, read_question
 from qspec.serving.engine import Answer, Answers
 from qspec.speculation.types import Sampling
 
 CHAT = "/v1/chat/completions"
-QUESTIONS: dict[str, type[Question]] = {"/v1/completions": CompletionQuestion, CHAT: ChatQuestion}
+QUESTIONS: dict[str, type[ApiRequest]] = {"/v1/completions": CompletionRequest, CHAT: ChatRequest}
 OVERHEAD, BYTES_A_TOKEN = 64 << 10, 16
 MOST_MESSAGE = 600
 """Characters of a refusal."""
@@ -25,7 +25,7 @@ def most_bytes(answers: Answers) -> int:
     return OVERHEAD + BYTES_A_TOKEN * answers.pair.target.max_length
 
 
-def read(path: str, body: bytes) -> Question:
+def read(path: str, body: bytes) -> ApiRequest:
     """The question of a body. Raises `RecipeError`."""
     try:
         data = json.loads(body)
@@ -34,14 +34,14 @@ def read(path: str, body: bytes) -> Question:
     return read_question(QUESTIONS[path], data)
 
 
-def answer_to(answers: Answers, question: Question, loop: asyncio.AbstractEventLoop) -> Answer:
+def answer_to(answers: Answers, question: ApiRequest, loop: asyncio.AbstractEventLoop) -> Answer:
     """A question as the engine takes it, queued. loop: where the answer is read. Tokenizes: one thread at a time.
 
     Raises `QspecError` for what has no answer.
     """
     pair = answers.pair
     prompt, most = _prompt(answers, question), question.max_tokens
-    if isinstance(question, ChatQuestion):
+    if isinstance(question, ChatRequest):
         most = question.max_completion_tokens or most
     room = pair.target.max_length - len(prompt)
     if (most or 1) > room:
@@ -57,11 +57,11 @@ def answer_to(answers: Answers, question: Question, loop: asyncio.AbstractEventL
     return answers.ask(Answer(loop, prompt, most or room, sampling, question.seed, ends, question.stop))
 
 
-def _prompt(answers: Answers, question: Question) -> list[int]:
+def _prompt(answers: Answers, question: ApiRequest) -> list[int]:
     tokenizer = answers.pair.model.tokenizer
-    if isinstance(question, ChatQuestion):
+    if isinstance(question, ChatRequest):
         return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in question.messages])
-    assert isinstance(question, CompletionQuestion)
+    assert isinstance(question, CompletionRequest)
     prompt = question.one
     return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 

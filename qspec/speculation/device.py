@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qspec.errors import RecipeError
 from qspec.nn.cuda.decoder import CudaDecoder, Pool
-from qspec.nn.cuda.loop import CudaLoop, Greedy, Rule, Sampled
+from qspec.nn.cuda.loop import CudaLoop, DraftRule, Greedy, Sampled
 from qspec.nn.cuda.passes import NODES
 from qspec.nn.lm import LM
 from qspec.speculation.drafters.model import ModelDrafter
@@ -25,7 +25,7 @@ from qspec.speculation.request import Prompt, check_prompt
 from qspec.speculation.types import Drafter, Generation, Sampling, StepRecord, Stop, draw_uniforms
 
 
-def rule_of(sampling: Sampling) -> Rule:
+def rule_of(sampling: Sampling) -> DraftRule:
     """How the loop draws tokens under these settings."""
     return Greedy() if sampling.greedy else Sampled(sampling.law)
 

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from qspec.bridges import harness
-from qspec.bridges.harness import Scores
+from qspec.bridges.harness import TaskScores
 from qspec.kept import Kept
 from qspec.measure.arm import Arm, Request, Run
 from qspec.measure.bench import measure
@@ -112,7 +112,7 @@ def measure_tasks(pieces: Pieces, targets: Sequence[str]) -> Tasks:
     tasks = [task for task in recipe.evaluation.tasks if BACKEND in task.backends]
 
     @cache
-    def scores(target: str, index: int) -> Scores:
+    def scores(target: str, index: int) -> TaskScores:
         pieces.progress.stage(f"{tasks[index].name} of {target}")
         lm, eos_ids = halves.decoder(target), halves.target.arch.eos_ids
         return harness.evaluate(lm, halves.target.tokenizer, tasks[index], eos_ids, pieces.progress)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qspec.nn.cuda.cache import CudaCache
-from qspec.nn.cuda.loop import CudaLoop, Greedy, Rule, Sampled, Synthetic
+from qspec.nn.cuda.loop import CudaLoop, DraftRule, Greedy, Sampled, Synthetic
 from qspec.nn.cuda.model import CudaModel
 from qspec.nn.cuda.passes import Passes, head
 from qspec.numerics.quantization.formats import FP8_E4M3, NumFormat
@@ -289,7 +289,9 @@ def acceptance(
             yield _accepted(target, draft, rule, prompts, new, length) | {"arm": f"{scheme}, drafts W4A16", "law": law}
 
 
-def _accepted(target: CudaModel, draft: CudaModel, rule: Rule, prompts: list[list[int]], new: int, length: int) -> Row:
+def _accepted(
+    target: CudaModel, draft: CudaModel, rule: DraftRule, prompts: list[list[int]], new: int, length: int
+) -> Row:
     found: dict[int, float] = {}
     batch = min(len(prompts), 8)
     read, drafted = (Passes(m, CudaCache(m, batch, length)) for m in (target, draft))

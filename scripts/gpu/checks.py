@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qspec.nn.cuda.cache import CudaCache
 from qspec.nn.cuda.decoder import CudaDecoder, Pool
-from qspec.nn.cuda.loop import CudaLoop, Greedy, Rule, Sampled
+from qspec.nn.cuda.loop import CudaLoop, DraftRule, Greedy, Sampled
 from qspec.nn.cuda.model import CudaModel
 from qspec.nn.cuda.passes import Inputs, Passes
 from qspec.numerics.quantization.affine import quantize_weight
@@ -247,7 +247,7 @@ def _logits(scheme: str) -> Callable[[torch.device], Row]:
     return case
 
 
-def _loop(scheme: str, device: torch.device, rule: Rule, dtype: torch.dtype) -> CudaLoop:
+def _loop(scheme: str, device: torch.device, rule: DraftRule, dtype: torch.dtype) -> CudaLoop:
     """Three sequences, a draft that is the first layer of its target."""
     target, draft = (_model(scheme, device, dtype, layers=n) for n in (2, 1))
     loop = CudaLoop(_passes(target), _passes(draft), rule, 3, steps=8)

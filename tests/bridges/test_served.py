@@ -12,7 +12,7 @@ from qspec.bridges.harness import models, scores, tasks
 from qspec.bridges.harness.definitions import passes
 from qspec.bridges.harness.engine import Engine
 from qspec.bridges.harness.prompts import CHAT
-from qspec.bridges.harness.served import Served
+from qspec.bridges.harness.served import ServedModel
 from qspec.bridges.hf import load_folder
 from qspec.bridges.openai_api import Api
 from qspec.errors import RecipeError, SourceError
@@ -42,8 +42,8 @@ def server(model: LoadedModel) -> Iterator[tuple[Model, str]]:
         yield served, url
 
 
-def _served(model: LoadedModel, url: str, chat: bool = False) -> Served:
-    return Served(Api(url), model.tokenizer, EOS, CONTEXT, chat, at_once=4)
+def _served(model: LoadedModel, url: str, chat: bool = False) -> ServedModel:
+    return ServedModel(Api(url), model.tokenizer, EOS, CONTEXT, chat, at_once=4)
 
 
 @pytest.fixture

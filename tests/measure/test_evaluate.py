@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from qspec.bridges import harness
-from qspec.bridges.harness import Sample, Scores
+from qspec.bridges.harness import Sample, TaskScores
 from qspec.bridges.text import windows
 from qspec.errors import SourceError
 from qspec.measure import evaluate as stage
@@ -82,11 +82,11 @@ def test_a_model_equals_itself(folder: Path, data: str):
     assert (found.kl.value, found.top1_agreement.value, found.perplexity_ratio.value) == (0.0, 1.0, 1.0)
 
 
-def _scores(scores: list[float], prompt: str = "p", cut: int = 0) -> Scores:
+def _scores(scores: list[float], prompt: str = "p", cut: int = 0) -> TaskScores:
     samples = [
         Sample(f"t_{i % 2}", i // 2, f"d{i}", f"{prompt}{i}", score, i < cut, False) for i, score in enumerate(scores)
     ]
-    return Scores("acc,none", samples, {"rows_available": 100})
+    return TaskScores("acc,none", samples, {"rows_available": 100})
 
 
 def test_equal_scores_are_no_proof_of_equality():
@@ -111,11 +111,11 @@ def test_guesses_are_no_evidence():
     scores = _scores([1.0] * 3 + [0.0] * 17)
     found = stage.compare(TaskSpec(), "qspec", scores, scores)
     assert found.verdict.startswith("at chance: 20 items are not answered better than by guessing (10 %)")
-    stated = Scores("acc,none", scores.samples, {"chance": 0.25})
+    stated = TaskScores("acc,none", scores.samples, {"chance": 0.25})
     assert "guessing (25 %)" in stage.compare(TaskSpec(name="arc"), "qspec", stated, stated).verdict
-    free = Scores("acc,none", scores.samples, {"chance": 0.0})
+    free = TaskScores("acc,none", scores.samples, {"chance": 0.0})
     assert stage.compare(TaskSpec(), "qspec", free, free).verdict.startswith("too few items to say: 20, need about ")
-    none = Scores("acc,none", _scores([0.0] * 20).samples, {"chance": 0.0})
+    none = TaskScores("acc,none", _scores([0.0] * 20).samples, {"chance": 0.0})
     assert stage.compare(TaskSpec(), "qspec", none, none).verdict.startswith(
         "the original is right in none of 20 items"
     )
@@ -152,7 +152,7 @@ def test_scores_that_are_not_right_or_wrong():
 
 
 @pytest.mark.parametrize("other", [_scores([1.0, 0.0], prompt="q"), _scores([1.0]), _scores([])])
-def test_different_questions_are_refused(other: Scores):
+def test_different_questions_are_refused(other: TaskScores):
     """Would catch scores compared across prompts (another template, few-shot count, tokenizer, subset)."""
     with pytest.raises(SourceError, match="not asked the same questions"):
         stage.compare(TaskSpec(), "qspec", _scores([1.0, 0.0]), other)
@@ -160,7 +160,7 @@ def test_different_questions_are_refused(other: Scores):
 
 def test_different_conditions_are_refused():
     """Would catch arms served with another context, template or BOS, whose prompts' texts are equal."""
-    other = Scores("acc,none", _scores([1.0, 0.0]).samples, {"rows_available": 100, "bos": True}, {"server": "b"})
+    other = TaskScores("acc,none", _scores([1.0, 0.0]).samples, {"rows_available": 100, "bos": True}, {"server": "b"})
     with pytest.raises(SourceError, match="bos None of task mmlu_pro: is True in the quantized arm"):
         stage.compare(TaskSpec(), "api", _scores([1.0, 0.0]), other)
 
@@ -169,11 +169,11 @@ def test_the_stage_runs_what_the_recipe_asks(folder: Path, data: str, monkeypatc
     """Would catch a switched-off part that runs, a backend that is skipped in silence, swapped arms."""
     asked: list[tuple[str, str]] = []
 
-    def by_engine(lm: HFModel, tokenizer: object, task: TaskSpec, eos_ids: object, progress: object) -> Scores:
+    def by_engine(lm: HFModel, tokenizer: object, task: TaskSpec, eos_ids: object, progress: object) -> TaskScores:
         asked.append((task.name, "qspec"))
         return _scores([1.0, 0.0] if lm is original else [0.0, 0.0])
 
-    def by_folder(path: Path, task: TaskSpec) -> Scores:
+    def by_folder(path: Path, task: TaskSpec) -> TaskScores:
         asked.append((task.name, path.name))
         return _scores([1.0, 1.0])
 

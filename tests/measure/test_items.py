@@ -8,7 +8,7 @@ import random
 import pytest
 
 from qspec.bridges import harness
-from qspec.bridges.harness import Sample, Scores
+from qspec.bridges.harness import Sample, TaskScores
 from qspec.measure.evaluate import compare
 from qspec.measure.items import FALL, compare_likelihoods, task_loss, task_verdict
 from qspec.models import load as models
@@ -30,12 +30,12 @@ LONG = os.environ.get("QSPEC_LONG") == "1"
 TASK = TaskSpec(name="last_words", num_fewshot=0, limit=150)
 
 
-def scores(likelihoods: list[float | None], right: float = 1.0, chance: float = 0.0) -> Scores:
+def scores(likelihoods: list[float | None], right: float = 1.0, chance: float = 0.0) -> TaskScores:
     samples = [
         Sample("t", i, f"d{i}", f"p{i}", right if i % 4 else 0.0, False, False, likelihood=x)
         for i, x in enumerate(likelihoods)
     ]
-    return Scores("acc,none", samples, {"chance": chance})
+    return TaskScores("acc,none", samples, {"chance": chance})
 
 
 def result(original: list[float | None], quantized: list[float | None], chance: float = 0.0) -> TaskResult:
@@ -114,12 +114,12 @@ def scaled(model: LoadedModel, layer: int, factor: float) -> LoadedModel:
     return replace(model, tensors=tensors)
 
 
-def asked(decoder: object, model: LoadedModel, task: TaskSpec) -> Scores:
+def asked(decoder: object, model: LoadedModel, task: TaskSpec) -> TaskScores:
     return harness.evaluate(decoder, model.tokenizer, task, model.arch.eos_ids, QUIET)  # type: ignore[arg-type]
 
 
-def paired(original: Scores, other: Scores, chosen: list[int]) -> TaskResult:
-    arms = [Scores(arm.metric, [arm.samples[i] for i in chosen], arm.condition) for arm in (original, other)]
+def paired(original: TaskScores, other: TaskScores, chosen: list[int]) -> TaskResult:
+    arms = [TaskScores(arm.metric, [arm.samples[i] for i in chosen], arm.condition) for arm in (original, other)]
     return compare(TASK, "qspec", *arms)
 
 

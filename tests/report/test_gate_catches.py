@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qspec.bridges.harness import Sample, Scores
+from qspec.bridges.harness import Sample, TaskScores
 from qspec.bridges.text import windows
 from qspec.measure.evaluate import compare
 from qspec.measure.fidelity import measure_fidelity
@@ -16,7 +16,7 @@ from qspec.numerics.quantization.affine import QTensor
 from qspec.progress import Progress
 from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel, QuantizedModel
-from qspec.report.gate import Outcome, judge, parse
+from qspec.report.gate import GateOutcome, judge, parse
 from qspec.report.quality import quality_obstacles
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import FidelitySpec, TaskSpec
@@ -62,14 +62,14 @@ def results(model: LoadedModel, quantized: QuantizedModel, name: str) -> Results
     return Results(name=name, recipe={}, environment={}, accuracy=accuracy)
 
 
-def _next_tokens(lm: Decoder, rows: list[list[int]]) -> Scores:
+def _next_tokens(lm: Decoder, rows: list[list[int]]) -> TaskScores:
     samples: list[Sample] = []
     for i, row in enumerate(rows):
         lm.truncate(0)
         right_T = lm.forward(torch.tensor(row[:-1])).argmax(-1) == torch.tensor(row[1:])
         for t, right in enumerate(right_T.tolist()):
             samples.append(Sample("next", 1000 * i + t, str(i), str(t), float(right), False, False))
-    return Scores("acc", samples, {})
+    return TaskScores("acc", samples, {})
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def sound(model: LoadedModel) -> QuantizedModel:
     return quantize(model, None, build_plan(QuantSpec(scheme="W8A8")))
 
 
-def judged(results: Results) -> dict[str, Outcome]:
+def judged(results: Results) -> dict[str, GateOutcome]:
     return {outcome.gate.metric: outcome for outcome in judge([parse(gate) for gate in GATES], results)}
 
 

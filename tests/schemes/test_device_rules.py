@@ -15,7 +15,7 @@ from qspec.schema.quantization import KVSpec, ModelSpec, QuantSpec
 from qspec.schema.recipe import Recipe
 from qspec.scheme_table import MODIFIERS, SCHEMES, Modifier
 from qspec.schemes.build import build_plan
-from qspec.schemes.device_rules import Finding, device_findings, modifier_findings, raise_refused
+from qspec.schemes.device_rules import PlanFinding, device_findings, modifier_findings, raise_refused
 from qspec.schemes.exports import vllm_kv, vllm_weights
 
 ARCH = ArchMap("qwen2", "Qwen2ForCausalLM", 1, 8, 8, 1, 1, 8, 8, 8, (1.0,) * 4, qkv_bias=True)
@@ -151,7 +151,7 @@ def recipe(device: str, target: KVSpec | None, draft: KVSpec | None) -> Recipe:
     return Recipe(name="t", device=device, target=model, draft=SelfDraft(kind="self", quantization=QuantSpec(kv=draft)))
 
 
-def pair_findings(device: str, job: Recipe) -> list[Finding]:
+def pair_findings(device: str, job: Recipe) -> list[PlanFinding]:
     """Remarks of a recipe's kind of draft about both halves."""
     return list(kind_of(job.draft).findings(read_device(device), job))
 

@@ -15,7 +15,7 @@ from qspec.errors import RecipeError
 from qspec.models.layers import truncate_layers
 from qspec.nn.cuda.cache import CudaCache
 from qspec.nn.cuda.decoder import CudaDecoder
-from qspec.nn.cuda.loop import CudaLoop, Greedy, Rule, Sampled, Synthetic
+from qspec.nn.cuda.loop import CudaLoop, DraftRule, Greedy, Sampled, Synthetic
 from qspec.nn.cuda.model import load
 from qspec.nn.cuda.passes import Passes
 from qspec.nn.eager.decoder import Decoder
@@ -60,7 +60,7 @@ def passes(model: LoadedModel | QuantizedModel, sequences: int) -> Passes:
 def looped(
     target: LoadedModel | QuantizedModel,
     draft: LoadedModel | None,
-    rule: Rule,
+    rule: DraftRule,
     drafts: int,
     sequences: int = 3,
     **options: Any,
@@ -206,7 +206,9 @@ class NoScalar(TorchDispatchMode):
 
 @pytest.mark.parametrize("rule", [Greedy(), Sampled(WARM.law), Synthetic(0.5)], ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("kv", [None, KVSpec(format="fp8_e4m3"), KVSpec(format="int8", granularity="token_head")])
-def test_a_step_never_asks_the_host(rule: Rule, kv: KVSpec | None, target: LoadedModel, draft: LoadedModel) -> None:
+def test_a_step_never_asks_the_host(
+    rule: DraftRule, kv: KVSpec | None, target: LoadedModel, draft: LoadedModel
+) -> None:
     """Catches a read that would stall the device at every step, and that a graph could not hold."""
     model: LoadedModel | QuantizedModel = target
     if kv is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qspec.bridges import harness
-from qspec.bridges.harness import Sample, Scores
+from qspec.bridges.harness import Sample, TaskScores
 from qspec.errors import OutputError, RecipeError
 from qspec.measure.arm import Run
 from qspec.numerics.speculation.lowering import path
@@ -381,11 +381,11 @@ def test_tasks_are_paired_with_the_original_and_can_rule_a_target_out(
     study = tune_pair.Study(recipe, tmp_path / "out")
     arms: list[Any] = []
 
-    def asked(lm: Any, *_: Any) -> Scores:
+    def asked(lm: Any, *_: Any) -> TaskScores:
         arms.append(lm)
         right = [1.0] * 10 if lm is study.halves.original else [1.0] * 8 + [0.0] * 2
         samples = [Sample("toy", i, "d", "p", score, cut=False, prompt_cut=False) for i, score in enumerate(right)]
-        return Scores("acc", samples, {})
+        return TaskScores("acc", samples, {})
 
     monkeypatch.setattr(harness, "evaluate", asked)
     found = {name: measure_tasks(study.pieces, [name])[name] for name in 2 * list(study.space.targets)}

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from qspec.bridges.harness.engine import Engine
 from qspec.bridges.harness.prompts import CHAT, Answerer, Cuts
-from qspec.bridges.harness.scores import Scores, run
-from qspec.bridges.harness.served import Served
+from qspec.bridges.harness.scores import TaskScores, run
+from qspec.bridges.harness.served import ServedModel
 from qspec.bridges.harness.tasks import stated_length
 from qspec.errors import RecipeError
 from qspec.nn.lm import LM
@@ -22,7 +22,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def evaluate(lm: LM, tokenizer: Tokenizer, task: TaskSpec, eos_ids: Collection[int], progress: Progress) -> Scores:
+def evaluate(lm: LM, tokenizer: Tokenizer, task: TaskSpec, eos_ids: Collection[int], progress: Progress) -> TaskScores:
     """Run a task through qspec's engine, greedily.
 
     Raises `RecipeError` for an unknown task, and for answers that leave no room for a prompt.
@@ -31,13 +31,13 @@ def evaluate(lm: LM, tokenizer: Tokenizer, task: TaskSpec, eos_ids: Collection[i
     return run(harness_model(engine, progress), engine.cuts, task, _condition(engine, lm.max_length))
 
 
-def evaluate_served(served: Served, task: TaskSpec, own: Mapping[str, Scalar], progress: Progress) -> Scores:
+def evaluate_served(served: ServedModel, task: TaskSpec, own: Mapping[str, Scalar], progress: Progress) -> TaskScores:
     """Run a task through a server, greedily; `own`: what is to be said of it beside the score."""
     condition = _condition(served, served.context) | {"api": "chat completions" if served.chat else "completions"}
     return run(harness_model(served, progress), served.cuts, task, condition, own)
 
 
-def evaluate_folder(folder: Path, task: TaskSpec) -> Scores:
+def evaluate_folder(folder: Path, task: TaskSpec) -> TaskScores:
     """Run a task through the harness's transformers backend on a model folder (compressed weights included), on CPU."""
     cuts = Cuts()
     model = folder_model(folder, cuts)

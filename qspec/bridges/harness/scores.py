@@ -33,7 +33,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Scores:
+class TaskScores:
     """A task on one arm: items in order, the metric's name, and what it was measured under.
 
     condition: equal in arms that are compared; own: what this arm alone has, as the server that was asked.
@@ -47,7 +47,7 @@ class Scores:
 
 def run(
     model: Any, cuts: Cuts, task: TaskSpec, condition: Mapping[str, Scalar], own: Mapping[str, Scalar] | None = None
-) -> Scores:
+) -> TaskScores:
     """Ask `model` (the harness's interface) a task, greedily. Raises `RecipeError` for an unknown one."""
     from lm_eval import simple_evaluate
 
@@ -65,7 +65,7 @@ def run(
             confirm_run_unsafe_code=task.run_code,
         )
     metric, samples = _items(report, cuts, task)
-    return Scores(metric, samples, {**condition, **_stated(report, task, samples)}, dict(own or {}))
+    return TaskScores(metric, samples, {**condition, **_stated(report, task, samples)}, dict(own or {}))
 
 
 def _items(report: Mapping[str, Any], cuts: Cuts, task: TaskSpec) -> tuple[str, list[Sample]]:

@@ -14,7 +14,7 @@ from qspec.errors import RecipeError
 from qspec.records import Tokenizer
 
 
-class Served(Prompts):
+class ServedModel(Prompts):
     """The harness's three questions, answered by `api`, `at_once` of them at a time. context: tokens that it holds."""
 
     def __init__(

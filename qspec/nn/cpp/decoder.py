@@ -16,9 +16,9 @@ from torch import Tensor
 
 from qspec.nn.cpp.interface import (
     LAPS,
-    Layer,
-    Matrix,
-    Part,
+    CLayer,
+    CMatrix,
+    CPart,
     failure,
     floats,
     instruction_sets,
@@ -27,7 +27,7 @@ from qspec.nn.cpp.interface import (
     pointer,
     pool_of,
 )
-from qspec.nn.cpp.model import Source, arch_obstacle, cache_kind, quantized_obstacle, ropes_of, shape_of
+from qspec.nn.cpp.model import WeightSource, arch_obstacle, cache_kind, quantized_obstacle, ropes_of, shape_of
 from qspec.nn.eager.linear import short_headed, widened
 from qspec.nn.lm import FORKED
 from qspec.nn.states import States
@@ -218,14 +218,14 @@ class NativeDecoder:
             else:
                 sequence._states.offer(rows_TK, len(parents_K))
 
-    def _part(self, tokens_T: Tensor, parents_K: Parents | None) -> Part:
+    def _part(self, tokens_T: Tensor, parents_K: Parents | None) -> CPart:
         count, size = len(tokens_T), len(tokens_T) if parents_K is None else len(parents_K)
         end = self.length + size
         assert end <= self.max_length, f"{end} positions, cache holds {self.max_length}"
         if parents_K is None:
-            return Part(self._sequence, tokens_T.data_ptr(), None, count, 0)
+            return CPart(self._sequence, tokens_T.data_ptr(), None, count, 0)
         assert list(parents_K[: size - count]) == list(self._tree[: size - count]), "another tree than the one begun"
-        return Part(self._sequence, tokens_T.data_ptr(), (c_int32 * size)(*parents_K), count, size)
+        return CPart(self._sequence, tokens_T.data_ptr(), (c_int32 * size)(*parents_K), count, size)
 
 
 class Core:
@@ -245,9 +245,9 @@ class Core:
         self._load(model)
 
     def forward(
-        self, parts: list[Part], last: int, logits_TV: Tensor | None, best_T: Tensor | None, hidden_TK: Tensor
+        self, parts: list[CPart], last: int, logits_TV: Tensor | None, best_T: Tensor | None, hidden_TK: Tensor
     ) -> None:
-        given, outputs = (Part * len(parts))(*parts), map(pointer, (logits_TV, best_T, hidden_TK))
+        given, outputs = (CPart * len(parts))(*parts), map(pointer, (logits_TV, best_T, hidden_TK))
         status = self.lib.qspec_forward(self.handle, given, len(parts), last, *outputs)
         if status == _FORKED:
             raise RuntimeError(FORKED)
@@ -263,7 +263,7 @@ class Core:
         raise NotImplementedError("these weights are in memory")
 
     def _load(self, model: LoadedModel | QuantizedModel) -> None:
-        source = Source(model)
+        source = WeightSource(model)
         self._set_ropes(model.arch)
         for i, base in enumerate(model.arch.layers):
             packed = source.layer(base)
@@ -276,28 +276,28 @@ class Core:
         for which, tables in enumerate(ropes_of(arch, self.max_length)):
             self.check(self.lib.qspec_set_rope(self.handle, which, *(floats(table_LR, count) for table_LR in tables)))
 
-    def _set_layer(self, i: int, source: Source, weights: list[Matrix], in_place: bool = False) -> None:
-        """`weights` as `Source.layer` has them; in_place: they lie, or will, in the model's own memory."""
+    def _set_layer(self, i: int, source: WeightSource, weights: list[CMatrix], in_place: bool = False) -> None:
+        """`weights` as `WeightSource.layer` has them; in_place: they lie, or will, in the model's own memory."""
         arch, base = source.arch, source.arch.layers[i]
         qkv, o, *rest = weights
         router = rest.pop(0) if arch.router(base) else None
         norms, scales = source.norms(base), source.cache_scales(f"{base}.self_attn")
         window, h, d = arch.window(base), arch.hidden_size, arch.head_dim
-        layer = Layer(
+        layer = CLayer(
             *(floats(norm, size) for norm, size in zip(norms, (h, h, d, d, h, h), strict=True)),
             qkv,
             o,
-            *([Matrix(), Matrix(), router] if router else [*rest, Matrix()]),
-            (Matrix * len(rest))(*rest) if router else None,
+            *([CMatrix(), CMatrix(), router] if router else [*rest, CMatrix()]),
+            (CMatrix * len(rest))(*rest) if router else None,
             *(floats(scale, arch.n_kv_heads) for scale in scales),
             window or 0,
             1 if window is not None and arch.window_inv_freq else 0,
         )
         self.check(self.lib.qspec_set_layer(self.handle, i, byref(layer), in_place))
 
-    def _set_ends(self, source: Source, weights: list[Matrix], in_place: bool = False) -> None:
-        """`weights` as `Source.ends` has them."""
-        head, embedding = [*weights, Matrix()][:2]
+    def _set_ends(self, source: WeightSource, weights: list[CMatrix], in_place: bool = False) -> None:
+        """`weights` as `WeightSource.ends` has them."""
+        head, embedding = [*weights, CMatrix()][:2]
         norm_K = source.norm("model.norm")
         norm = floats(norm_K, source.arch.hidden_size)
         self.check(self.lib.qspec_set_ends(self.handle, byref(embedding), norm, byref(head), in_place))

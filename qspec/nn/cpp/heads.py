@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qspec.nn.cpp.int8_map import Int8Map
-from qspec.nn.cpp.interface import CHOOSE, Heads, Matrix, Stage, failure, floats, library, matrix_of, pool_of
+from qspec.nn.cpp.interface import CHOOSE, CHeads, CMatrix, CStage, failure, floats, library, matrix_of, pool_of
 from qspec.nn.cpp.weights import LANES, Packed, pack_rows
 from qspec.nn.lm import FORKED
 from qspec.nn.mlp_speculator import NORM_EPS, MLPSpeculator, SharedEmbedding, SharedHead
@@ -36,12 +36,12 @@ class NativeHeads:
         self._logits_RD = torch.empty(ROWS, -(-shape.drafted // LANES) * LANES)
         self._known, self._ids_D = known, ids_D
         begin_H = torch.full((shape.emb_dim,), 0.5**0.5)
-        stages = (Stage * shape.n_predict)()
+        stages = (CStage * shape.n_predict)()
         for i, (norm, own) in enumerate(zip(head.ln, packed, strict=True)):
             gain, shift = (floats(norm.get_parameter(part).detach(), shape.inner) for part in ("weight", "bias"))
-            stages[i] = Stage(gain, shift, *map(_matrix, own))
+            stages[i] = CStage(gain, shift, *map(_matrix, own))
         self._kept = head, packed, begin_H  # what the core points into
-        heads = Heads(
+        heads = CHeads(
             *(shape.n_predict, shape.emb_dim, shape.inner, known),
             *(NORM_EPS, shape.emb_weight / shape.state_weight),
             begin_H.data_ptr() if shape.scale_input else None,
@@ -57,7 +57,7 @@ class NativeHeads:
 
     @staticmethod
     def packed(head: MLPSpeculator) -> list[list[Packed | None]] | None:
-        """Weights of every stage in the order of `Stage`; None if the core cannot read them."""
+        """Weights of every stage in the order of `CStage`; None if the core cannot read them."""
         stages = [_stage(*parts) for parts in zip(head.emb, head.proj, head.head, strict=True)]
         return None if any(stage is None for stage in stages) else [stage for stage in stages if stage is not None]
 
@@ -107,8 +107,8 @@ class NativeHeads:
         return list(zip(tokens.split(counts), scores.split(counts), strict=True))
 
 
-def _matrix(packed: Packed | None) -> Matrix:
-    return Matrix() if packed is None else matrix_of(packed)
+def _matrix(packed: Packed | None) -> CMatrix:
+    return CMatrix() if packed is None else matrix_of(packed)
 
 
 def _stage(emb: nn.Module, proj: nn.Module, out: nn.Module) -> list[Packed | None] | None:

@@ -15,7 +15,7 @@ from qspec.ops import native_library
 from qspec.ops.native_library import NoLibrary
 
 
-class Shape(ctypes.Structure):
+class CShape(ctypes.Structure):
     """`Shape` of native/model.h."""
 
     _fields_ = [
@@ -39,7 +39,7 @@ class Shape(ctypes.Structure):
     ]
 
 
-class Part(ctypes.Structure):
+class CPart(ctypes.Structure):
     """`Part` of native/model.h."""
 
     _fields_ = [
@@ -51,7 +51,7 @@ class Part(ctypes.Structure):
     ]
 
 
-class Matrix(ctypes.Structure):
+class CMatrix(ctypes.Structure):
     """`Weight` of native/model.h: `Matrix` of native/kernels.h, and outliers."""
 
     _fields_ = [
@@ -67,14 +67,14 @@ class Matrix(ctypes.Structure):
     ]
 
 
-class Layer(ctypes.Structure):
+class CLayer(ctypes.Structure):
     """`Layer` of native/model.h."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")],
         *[(name, c_void_p) for name in ("attention_post_norm", "mlp_post_norm")],
-        *[(name, Matrix) for name in ("qkv", "o", "gate_up", "down", "router")],
-        ("experts", POINTER(Matrix)),
+        *[(name, CMatrix) for name in ("qkv", "o", "gate_up", "down", "router")],
+        ("experts", POINTER(CMatrix)),
         ("key_scale", c_void_p),
         ("value_scale", c_void_p),
         ("window", c_int32),
@@ -88,29 +88,29 @@ q/k/v: with rotation and the cache's write; gate/up: with its activation; activa
 reading: waiting for streamed layers."""
 
 
-class Piece(ctypes.Structure):
+class CPiece(ctypes.Structure):
     """`Piece` of native/model.h."""
 
     _fields_ = [("layer", c_int32), ("start", c_int64), ("size", c_int64), ("to", c_void_p)]
 
 
-class Stage(ctypes.Structure):
+class CStage(ctypes.Structure):
     """`Stage` of native/model.h."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("gain", "shift")],
-        *[(name, Matrix) for name in ("embedding", "embedding_map", "proj", "out_map", "out")],
+        *[(name, CMatrix) for name in ("embedding", "embedding_map", "proj", "out_map", "out")],
     ]
 
 
-class Heads(ctypes.Structure):
+class CHeads(ctypes.Structure):
     """`Heads` of native/model.h."""
 
     _fields_ = [
         *[(name, c_int32) for name in ("count", "hidden", "inner", "drafted")],
         *[(name, c_float) for name in ("norm_eps", "ratio")],
         ("begin", c_void_p),
-        ("stages", POINTER(Stage)),
+        ("stages", POINTER(CStage)),
         ("ids", c_void_p),
         ("logits", c_void_p),
         ("logits_stride", c_int64),
@@ -121,7 +121,7 @@ CHOOSE = CFUNCTYPE(c_int32, c_int32, c_int32, c_int32, c_float)
 """`Choose` of native/model.h."""
 
 
-class Reading(ctypes.Structure):
+class CReading(ctypes.Structure):
     """`Reading` of native/model.h."""
 
     _fields_ = [("bytes", c_int64), ("seconds", c_double), ("waited", c_double), ("error", c_int32)]
@@ -146,9 +146,9 @@ def floats(x: Tensor | None, count: int) -> int | None:
     return pointer(x)
 
 
-def matrix_of(p: Packed) -> Matrix:
+def matrix_of(p: Packed) -> CMatrix:
     codes, *others = map(pointer, p.arrays)
-    return Matrix(p.kind, p.input, p.n, p.k, p.group, p.input_scale, codes, p.codes.nbytes, *others)
+    return CMatrix(p.kind, p.input, p.n, p.k, p.group, p.input_scale, codes, p.codes.nbytes, *others)
 
 
 def pointer(t: Tensor | None) -> int | None:
@@ -205,14 +205,14 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "qspec_pool": (c_void_p, [c_int]),
         "qspec_pool_free": (None, [c_void_p]),
         "qspec_refusal": (c_char_p, []),
-        "qspec_model": (c_void_p, [c_void_p, POINTER(Shape), c_char_p]),
+        "qspec_model": (c_void_p, [c_void_p, POINTER(CShape), c_char_p]),
         "qspec_model_free": (None, [c_void_p]),
-        "qspec_set_layer": (c_int, [c_void_p, c_int, POINTER(Layer), c_int]),
+        "qspec_set_layer": (c_int, [c_void_p, c_int, POINTER(CLayer), c_int]),
         "qspec_set_rope": (c_int, [c_void_p, c_int, c_void_p, c_void_p]),
-        "qspec_set_ends": (c_int, [c_void_p, POINTER(Matrix), c_void_p, POINTER(Matrix), c_int]),
+        "qspec_set_ends": (c_int, [c_void_p, POINTER(CMatrix), c_void_p, POINTER(CMatrix), c_int]),
         "qspec_memory": (c_void_p, [c_void_p, c_int64]),
-        "qspec_set_stream": (c_int, [c_void_p, c_int, POINTER(Piece), c_int]),
-        "qspec_reading": (None, [c_void_p, POINTER(Reading)]),
+        "qspec_set_stream": (c_int, [c_void_p, c_int, POINTER(CPiece), c_int]),
+        "qspec_reading": (None, [c_void_p, POINTER(CReading)]),
         "qspec_seconds": (None, [c_void_p, POINTER(c_double)]),
         "qspec_sequence": (c_void_p, [c_void_p]),
         "qspec_sequence_free": (None, [c_void_p]),
@@ -220,14 +220,14 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "qspec_keep": (c_int, [c_void_p, POINTER(c_int32), c_int]),
         "qspec_length": (c_int, [c_void_p]),
         "qspec_truncate": (c_int, [c_void_p, c_int]),
-        "qspec_forward": (c_int, [c_void_p, POINTER(Part), c_int, c_int, c_void_p, c_void_p, c_void_p]),
-        "qspec_speculator": (c_void_p, [c_void_p, POINTER(Heads)]),
+        "qspec_forward": (c_int, [c_void_p, POINTER(CPart), c_int, c_int, c_void_p, c_void_p, c_void_p]),
+        "qspec_speculator": (c_void_p, [c_void_p, POINTER(CHeads)]),
         "qspec_speculator_free": (None, [c_void_p]),
         "qspec_draft": (
             c_int,
             [c_void_p, c_void_p, POINTER(c_int64), c_int, POINTER(c_int32), c_int, CHOOSE, c_void_p, c_void_p],
         ),
-        "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
+        "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(CMatrix), c_void_p, c_int, c_void_p]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)

@@ -21,8 +21,8 @@ from torch import Tensor
 from qspec.errors import RecipeError, SourceError
 from qspec.nn.cpp import model as native_model, weights as native_weights
 from qspec.nn.cpp.decoder import NativeDecoder
-from qspec.nn.cpp.interface import Matrix
-from qspec.nn.cpp.model import Source
+from qspec.nn.cpp.interface import CMatrix
+from qspec.nn.cpp.model import WeightSource
 from qspec.nn.cpp.weights import Packed
 from qspec.ops.native_library import library_name
 from qspec.provenance import atomic_file
@@ -39,20 +39,20 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Bytes `start` to `start + size` of a file. weights: their numbers, and arrays as (begin, bytes) or None."""
 
     start: int
     size: int
     weights: list[tuple[list[float], list[tuple[int, int] | None]]]
 
-    def at(self, address: int) -> list[Matrix]:
+    def at(self, address: int) -> list[CMatrix]:
         """The weights, for a part that is read to `address`."""
         matrices = []
         for numbers, arrays in self.weights:
             codes, *others = (None if array is None else address + array[0] for array in arrays)
             size = arrays[0][1] if arrays[0] else 0
-            matrices.append(Matrix(*numbers, codes, size, *others))
+            matrices.append(CMatrix(*numbers, codes, size, *others))
         return matrices
 
 
@@ -76,7 +76,7 @@ class LayerFile:
         if direct and not hasattr(os, "O_DIRECT"):
             raise SourceError("direct_io", "reads past the file cache as only Linux does", "leave direct_io off")
         self._path = path
-        self.parts = {name: Part(**facts) for name, facts in _index(path)["parts"].items()}
+        self.parts = {name: FilePart(**facts) for name, facts in _index(path)["parts"].items()}
         try:
             self.file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         except OSError as error:
@@ -84,7 +84,7 @@ class LayerFile:
             raise SourceError(str(path), f"cannot be opened to be read from ({error.strerror})", fix) from error
         weakref.finalize(self, os.close, self.file)
 
-    def read(self, part: Part, address: int) -> None:
+    def read(self, part: FilePart, address: int) -> None:
         """Copy a part to memory that has room for it. Raises `SourceError`."""
         memory, done = memoryview((c_char * part.size).from_address(address)).cast("B"), 0
         while done < part.size:
@@ -113,19 +113,19 @@ def _pack(model: LoadedModel | QuantizedModel, path: Path) -> None:
 
 
 def _parts(model: LoadedModel | QuantizedModel) -> Iterator[tuple[str, list[Packed]]]:
-    source = Source(model)
+    source = WeightSource(model)
     for layer in model.arch.layers:
         yield layer, source.layer(layer)
     yield ENDS, source.ends()
 
 
-def _write_part(out: "_Writer", weights: Sequence[Packed]) -> Part:
+def _write_part(out: "_Writer", weights: Sequence[Packed]) -> FilePart:
     start, stored = out.size, []
     for p in weights:
         arrays = [None if array is None else (out.array(array) - start, array.nbytes) for array in p.arrays]
         stored.append(([p.kind, p.input, p.n, p.k, p.group, p.input_scale], arrays))
     out.fill(BLOCK)
-    return Part(start, out.size - start, stored)
+    return FilePart(start, out.size - start, stored)
 
 
 class _Writer:

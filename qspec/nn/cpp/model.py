@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from qspec.nn.cpp.interface import Shape
+from qspec.nn.cpp.interface import CShape
 from qspec.nn.cpp.weights import Packed, linear_obstacle, member_form, pack_linears, pack_rows
 from qspec.nn.eager.attention import rope_tables
 from qspec.numerics.quantization.formats import FP8_E4M3, INT8
@@ -17,7 +17,7 @@ _MOST_HEAD = 256
 """Head size that a thread has room for: `MOST_PANELS` of native/model.cpp."""
 
 
-class Source:
+class WeightSource:
     """Looks a model's tensors up by name and packs them."""
 
     def __init__(self, model: LoadedModel | QuantizedModel) -> None:
@@ -39,7 +39,7 @@ class Source:
         return [self.linear("lm_head"), pack_rows(embedding_VK)]
 
     def norms(self, base: str) -> list[Tensor | None]:
-        """Norms of a decoder layer, as `Layer` has them; None for those that the architecture lacks."""
+        """Norms of a decoder layer, as `CLayer` has them; None for those that the architecture lacks."""
         return [self.norm(f"{base}.{name}") if name else None for name in _norm_names(self.arch)]
 
     def norm(self, name: str) -> Tensor:
@@ -81,7 +81,7 @@ def arch_obstacle(arch: ArchMap) -> str | None:
 
 
 def _norm_names(arch: ArchMap) -> list[str | None]:
-    """Norms of a decoder layer, as `Layer` has them; None for those that the architecture lacks."""
+    """Norms of a decoder layer, as `CLayer` has them; None for those that the architecture lacks."""
     attention = ["self_attn.q_norm", "self_attn.k_norm"] if arch.qk_norm else [None, None]
     post = ["post_attention_layernorm", "post_feedforward_layernorm"] if arch.post_norms else [None, None]
     return ["input_layernorm", arch.mlp_norm, *attention, *post]
@@ -125,8 +125,8 @@ def ropes_of(arch: ArchMap, length: int) -> list[tuple[Tensor, Tensor]]:
     return [(cos_LR[:, :half].contiguous(), sin_LR[:, :half].contiguous()) for cos_LR, sin_LR in tables]
 
 
-def shape_of(arch: ArchMap, max_length: int, cache: int) -> Shape:
-    return Shape(
+def shape_of(arch: ArchMap, max_length: int, cache: int) -> CShape:
+    return CShape(
         arch.n_layers,
         arch.hidden_size,
         arch.intermediate_size,

@@ -14,9 +14,9 @@ from pathlib import Path
 from qspec.errors import OutputError, RecipeError
 from qspec.nn.cpp import interface as native_interface
 from qspec.nn.cpp.decoder import Core, NativeDecoder
-from qspec.nn.cpp.interface import Piece
-from qspec.nn.cpp.layer_file import ENDS, LayerFile, Part, pack_once
-from qspec.nn.cpp.model import Source
+from qspec.nn.cpp.interface import CPiece
+from qspec.nn.cpp.layer_file import ENDS, FilePart, LayerFile, pack_once
+from qspec.nn.cpp.model import WeightSource
 from qspec.ops.native_library import NoLibrary, private_cache
 from qspec.records import LoadedModel, QuantizedModel
 
@@ -53,7 +53,7 @@ class Residency:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelBytes:
     """Bytes of a model. fixed: all that belongs to no layer; layers: each layer's weights, by name."""
 
     fixed: int
@@ -116,7 +116,7 @@ class OffloadedDecoder(NativeDecoder):
         return cls(model, LayerFile(path, direct), limit, max_length)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ModelBytes:
         return self._core.sizes
 
     @property
@@ -148,8 +148,8 @@ class _StreamedCore(Core):
         self._file, self._limit = file, limit
         super().__init__(model, max_length, None)
 
-    def reading(self) -> native_interface.Reading:
-        reading = native_interface.Reading()
+    def reading(self) -> native_interface.CReading:
+        reading = native_interface.CReading()
         self.lib.qspec_reading(self.handle, byref(reading))
         return reading
 
@@ -158,10 +158,10 @@ class _StreamedCore(Core):
         return self._file.unreadable("it was cut" if error < 0 else os.strerror(error))
 
     def _load(self, model: LoadedModel | QuantizedModel) -> None:
-        arch, parts, source = model.arch, self._file.parts, Source(model)
+        arch, parts, source = model.arch, self._file.parts, WeightSource(model)
         tables = 2 * 4 * self.max_length * len(arch.rope_inv_freq) * (2 if arch.window_inv_freq else 1)
         fixed = parts[ENDS].size + tables + self.lib.qspec_cache_bytes(self.handle)
-        self.sizes = Sizes(fixed, {name: parts[name].size for name in arch.layers})
+        self.sizes = ModelBytes(fixed, {name: parts[name].size for name in arch.layers})
         self.residency = self.sizes.under(self._limit)
         self._set_ropes(arch)
         self._set_ends(source, parts[ENDS].at(self._read(parts[ENDS])), in_place=True)
@@ -170,22 +170,22 @@ class _StreamedCore(Core):
         if self.residency.streamed:
             self._stream(source, self.residency.streamed)
 
-    def _stream(self, source: Source, names: tuple[str, ...]) -> None:
+    def _stream(self, source: WeightSource, names: tuple[str, ...]) -> None:
         parts = [self._file.parts[name] for name in names]
         places = [self._memory(max(part.size for part in parts)) for _ in range(BUFFERS)]
         pieces = []
         for turn, (name, part) in enumerate(zip(names, parts, strict=True)):
             place = places[turn % BUFFERS]
             self._place(source, name, place)
-            pieces.append(Piece(source.arch.layers.index(name), part.start, part.size, place))
+            pieces.append(CPiece(source.arch.layers.index(name), part.start, part.size, place))
         count = len(pieces)
-        self.check(self.lib.qspec_set_stream(self.handle, self._file.file, (Piece * count)(*pieces), count))
+        self.check(self.lib.qspec_set_stream(self.handle, self._file.file, (CPiece * count)(*pieces), count))
 
-    def _place(self, source: Source, name: str, address: int) -> None:
+    def _place(self, source: WeightSource, name: str, address: int) -> None:
         weights = self._file.parts[name].at(address)
         self._set_layer(source.arch.layers.index(name), source, weights, in_place=True)
 
-    def _read(self, part: Part) -> int:
+    def _read(self, part: FilePart) -> int:
         """Address of memory that holds a part from now on."""
         address = self._memory(part.size)
         self._file.read(part, address)

@@ -28,7 +28,7 @@ Distribution = Callable[[Tensor], Tensor]
 """Logits `[…, V]` to probabilities."""
 
 
-class Rule(Protocol):
+class DraftRule(Protocol):
     """How tokens are drafted and judged, without a word to the host. `draws`: it needs uniform numbers."""
 
     draws: bool
@@ -136,7 +136,7 @@ class CudaLoop:
         self,
         target: Passes,
         draft: Passes | None,
-        rule: Rule,
+        rule: DraftRule,
         drafts: int,
         eos_ids: Collection[int] = (),
         steps: int = 8,

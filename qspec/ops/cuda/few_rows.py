@@ -28,7 +28,7 @@ DOTS = {torch.int8: tl.int8, torch.bfloat16: tl.bfloat16, torch.float32: tl.floa
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiling:
     """How `few_rows` is cut: outputs of a program, stored inputs of a step, parts of the sum, warps, loads ahead."""
 
     outputs: int
@@ -139,7 +139,7 @@ def finish_kernel(
     tl.store(out_ptr + at, encode(y, KIND), n < outputs)
 
 
-def best_tiles(codes_NK: Tensor, scale_N: Tensor | None, weight: CudaWeight) -> Tiles:
+def best_tiles(codes_NK: Tensor, scale_N: Tensor | None, weight: CudaWeight) -> Tiling:
     """The fastest way on this device."""
     ways, rows = tilings(len(codes_NK), weight, processors(codes_NK.device)), tile_rows(len(codes_NK))
     key = f"{rows} rows of {codes_NK.dtype}, {described(weight)}"
@@ -151,22 +151,22 @@ def tile_rows(rows: int) -> int:
     return max(int(triton.next_power_of_2(rows)), 16)
 
 
-def tilings(rows: int, weight: CudaWeight, programs: int) -> list[Tiles]:
+def tilings(rows: int, weight: CudaWeight, programs: int) -> list[Tiling]:
     """Ways to cut `few_rows` that may be the fastest, the likeliest first. Two programs per processor hide latency."""
     outputs, width = weight.codes.shape
-    tilings = list[Tiles]()
+    tilings = list[Tiling]()
     for count, row_bytes, waves in ((64, 128, 2), (64, 128, 4), (128, 128, 2), (64, 256, 2)):
         if rows > 16 and max(2 * count, row_bytes) > 128:  # more registers or shared memory than there is
             continue
         inputs = min(row_bytes // weight.codes.element_size(), stored_group(weight) or 256)
         most = max(triton.cdiv(width, inputs) // 4, 1)
         splits = min(triton.cdiv(waves * programs, triton.cdiv(outputs, count)), most, 32)
-        tiles = Tiles(count, inputs, splits)
+        tiles = Tiling(count, inputs, splits)
         tilings += [tiles] if tiles not in tilings else []
     return tilings
 
 
-def few_rows(codes_NK: Tensor, scale_N: Tensor | None, weight: CudaWeight, tiles: Tiles) -> Tensor:
+def few_rows(codes_NK: Tensor, scale_N: Tensor | None, weight: CudaWeight, tiles: Tiling) -> Tensor:
     """`[N, O]` for up to 64 rows, every weight read once."""
     (rows, _), (outputs, width), device = codes_NK.shape, weight.codes.shape, codes_NK.device
     packed, group, dot = weight.fmt == INT4, stored_group(weight), product(codes_NK.dtype, weight)

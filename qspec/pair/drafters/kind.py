@@ -17,7 +17,7 @@ from qspec.schema.devices import DeviceSheet
 from qspec.schema.drafts import DraftSpec
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import Recipe
-from qspec.schemes.device_rules import Finding
+from qspec.schemes.device_rules import PlanFinding
 from qspec.schemes.footprint import Footprint
 from qspec.speculation.types import Drafter
 
@@ -120,7 +120,7 @@ class DraftKind(Generic[S]):
         """Bytes of a head; width: of a float as computed with. None for others: a model's follow from its shape."""
         return None
 
-    def findings(self, sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
+    def findings(self, sheet: DeviceSheet, recipe: Recipe) -> Iterator[PlanFinding]:
         """Remarks about target and draft together, on a device."""
         yield from ()
 

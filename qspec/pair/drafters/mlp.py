@@ -15,7 +15,7 @@ from qspec.records import ArchMap, LoadedModel, QuantizedModel
 from qspec.schema.devices import DeviceSheet
 from qspec.schema.drafts import MlpDraft
 from qspec.schema.recipe import Recipe
-from qspec.schemes.device_rules import Finding
+from qspec.schemes.device_rules import PlanFinding
 from qspec.schemes.exports import by_batch
 from qspec.schemes.footprint import Footprint, mlp_footprint
 from qspec.speculation.drafters.mlp import MlpDrafter
@@ -37,8 +37,8 @@ class Mlp(DraftKind[MlpDraft]):
     def footprint(self, target: ArchMap, width: int) -> Footprint:
         return mlp_footprint(self.spec, target, width)
 
-    def findings(self, sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
-        yield Finding(
+    def findings(self, sheet: DeviceSheet, recipe: Recipe) -> Iterator[PlanFinding]:
+        yield PlanFinding(
             "note",
             "draft.kind 'mlp_speculator'",
             "vLLM serves it by qspec's plugin alone, with greedy drafts, proven on its CPU build",

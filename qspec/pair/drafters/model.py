@@ -16,7 +16,7 @@ from qspec.schema.devices import DeviceSheet, read_device
 from qspec.schema.drafts import ModelDraft, SelfDraft
 from qspec.schema.recipe import Recipe
 from qspec.scheme_table import ADA, SCHEMES
-from qspec.schemes.device_rules import Finding
+from qspec.schemes.device_rules import PlanFinding
 from qspec.schemes.exports import (
     HEAD,
     WHOLE_HEAD,
@@ -48,21 +48,21 @@ class ModelKind(DraftKind[M], Generic[M]):
             model = TreeDrafter(weights.decoder, tree.width, tree.depth, tree.nodes, target.eos_ids, tokens)
         return behind(self.spec.lookup, model)
 
-    def findings(self, sheet: DeviceSheet, recipe: Recipe) -> Iterator[Finding]:
+    def findings(self, sheet: DeviceSheet, recipe: Recipe) -> Iterator[PlanFinding]:
         if self.spec.draft_vocab and sheet.capability is not None:
             rule = "a head for a part of the vocabulary runs in qspec's own engine (CPU) alone"
-            yield Finding("refused", f"draft_vocab {self.spec.draft_vocab} on {sheet.name}", rule, "omit it")
+            yield PlanFinding("refused", f"draft_vocab {self.spec.draft_vocab} on {sheet.name}", rule, "omit it")
         target, draft = recipe.target.quantization.kv, self.spec.quantization.kv
         formats = [kv.format if kv else recipe.dtype for kv in (target, draft)]
         if formats[0] != formats[1] and sheet.capability is None:
-            yield Finding(
+            yield PlanFinding(
                 "warning",
                 f"KV formats {formats[0]} (target) and {formats[1]} (draft)",
                 "vLLM on CPU aborts unless both halves have the same (qspec's own engine does not mind)",
                 "give the draft the target's kv",
             )
         if draft is not None and draft.format == "fp8_e4m3" and sheet.capability == ADA:
-            yield Finding(
+            yield PlanFinding(
                 "warning",
                 f"draft KV fp8 on {sheet.name} (SM89)",
                 "vLLM has crashed with FP8 draft KV on Ada",

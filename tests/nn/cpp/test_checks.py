@@ -13,8 +13,8 @@ from qspec.errors import IntegrityError
 from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.cpp.heads import NativeHeads
 from qspec.nn.cpp.int8_map import INPUTS, Int8Map
-from qspec.nn.cpp.interface import Layer, NativeLinear, Part, Piece, Shape, failure, matrix_of
-from qspec.nn.cpp.model import Source, shape_of
+from qspec.nn.cpp.interface import CLayer, CPart, CPiece, CShape, NativeLinear, failure, matrix_of
+from qspec.nn.cpp.model import WeightSource, shape_of
 from qspec.nn.cpp.weights import Packed, pack_linears
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, swap_linears
 from qspec.numerics.quantization.affine import quantize_weight
@@ -65,7 +65,7 @@ def test_positions_lie_in_the_cache(
 ) -> None:
     """Would catch keys written behind the cache, and nodes of a tree that read slots of other memory."""
     tokens_T, up = torch.arange(count), None if parents is None else (c_int32 * len(parents))(*parents)
-    part = Part(decoder._sequence, tokens_T.data_ptr(), up, count, nodes)
+    part = CPart(decoder._sequence, tokens_T.data_ptr(), up, count, nodes)
     logits_TV, hidden_TK = torch.empty(LENGTH, decoder.vocab_size), torch.empty(LENGTH, decoder.arch.hidden_size)
     with pytest.raises(IntegrityError, match=rule):
         decoder._core.forward([part], last, logits_TV, None, hidden_TK)
@@ -75,7 +75,7 @@ def test_positions_lie_in_the_cache(
 def test_sequences_are_of_their_model(decoder: NativeDecoder, model: LoadedModel) -> None:
     """Would catch a cache of one model that is read with the sizes of another."""
     other, tokens_T, hidden_TK = NativeDecoder(model, 2 * LENGTH), torch.arange(1), torch.empty(1, 64)
-    part = Part(other._sequence, tokens_T.data_ptr(), None, 1, 0)
+    part = CPart(other._sequence, tokens_T.data_ptr(), None, 1, 0)
     with pytest.raises(IntegrityError, match="a sequence of another model"):
         decoder._core.forward([part], 1, torch.empty(1, 300), None, hidden_TK)
 
@@ -116,7 +116,7 @@ def test_sequences_are_not_lengthened(decoder: NativeDecoder, length: int) -> No
 )
 def test_weights_have_the_models_shape(decoder: NativeDecoder, model: LoadedModel, place: int, changes: Any) -> None:
     """Would catch a weight that is read, or whose outputs are written, beyond its end."""
-    source, core = Source(model), decoder._core
+    source, core = WeightSource(model), decoder._core
     packed = source.layer("model.layers.0")
     matrices = [matrix_of(p) for p in packed]
     core._set_layer(0, source, matrices)
@@ -131,7 +131,7 @@ def test_weights_have_the_models_shape(decoder: NativeDecoder, model: LoadedMode
 )
 def test_the_ends_have_the_models_shape(decoder: NativeDecoder, model: LoadedModel, place: int, changes: Any) -> None:
     """Would catch a token's row that is read behind the embedding, and logits written behind their row."""
-    source = Source(model)
+    source = WeightSource(model)
     packed = source.ends()
     matrices = [matrix_of(p) for p in packed]
     for name, value in changes.items():
@@ -144,11 +144,11 @@ def test_parts_of_the_model_are_there(decoder: NativeDecoder) -> None:
     """Would catch a layer, a rotation, or a streamed layer of a number that the model does not have."""
     core, table = decoder._core, torch.zeros(LENGTH * 8)
     for number in (-1, 2):
-        assert not core.lib.qspec_set_layer(core.handle, number, byref(Layer()), 0)
+        assert not core.lib.qspec_set_layer(core.handle, number, byref(CLayer()), 0)
         assert "no such layer" in str(failure("it"))
         assert not core.lib.qspec_set_rope(core.handle, number, table.data_ptr(), table.data_ptr())
         assert "no such rotation" in str(failure("it"))
-        pieces = (Piece * 1)(Piece(number, 0, 8, table.data_ptr()))
+        pieces = (CPiece * 1)(CPiece(number, 0, 8, table.data_ptr()))
         assert not core.lib.qspec_set_stream(core.handle, 0, pieces, 1)
         assert "streamed layers do not rise" in str(failure("it"))
     assert not core.lib.qspec_memory(core.handle, -1)
@@ -173,7 +173,7 @@ def test_parts_of_the_model_are_there(decoder: NativeDecoder) -> None:
 )
 def test_models_have_sizes(decoder: NativeDecoder, changes: dict[str, int]) -> None:
     """Would catch rows of a thread's scratch that a head or a token's experts do not fit into."""
-    shape: Shape = shape_of(decoder.arch, LENGTH, 0)
+    shape: CShape = shape_of(decoder.arch, LENGTH, 0)
     for name, value in changes.items():
         setattr(shape, name, value)
     assert not decoder._lib.qspec_model(decoder._core._pool.handle, byref(shape), None)

@@ -4,7 +4,7 @@ from hypothesis import given, strategies as st
 import pytest
 
 from qspec.errors import RecipeError
-from qspec.nn.cpp.offload import BUFFERS, Sizes, megabytes
+from qspec.nn.cpp.offload import BUFFERS, ModelBytes, megabytes
 
 SIZES = st.integers(1, 10**9)
 LAYERS = st.lists(SIZES, min_size=1, max_size=12)
@@ -13,7 +13,7 @@ LAYERS = st.lists(SIZES, min_size=1, max_size=12)
 @given(LAYERS, SIZES, st.integers(1, 10**11))
 def test_a_plan_keeps_its_limit_and_loses_no_layer(layers: list[int], fixed: int, limit: int) -> None:
     """Catches a plan above its limit, one that forgets a layer, and a refusal of what would do."""
-    sizes = Sizes(fixed, {f"model.layers.{i}": size for i, size in enumerate(layers)})
+    sizes = ModelBytes(fixed, {f"model.layers.{i}": size for i, size in enumerate(layers)})
     least = min(sizes.holding(count).total for count in range(len(layers) + 1))
     if limit < least:
         with pytest.raises(RecipeError, match="give at least"):
@@ -27,7 +27,7 @@ def test_a_plan_keeps_its_limit_and_loses_no_layer(layers: list[int], fixed: int
 
 def test_layers_in_memory_are_spread_evenly() -> None:
     """Catches a disk that stands still while the first half of the model, all in memory, runs."""
-    sizes = Sizes(100, {f"model.layers.{i}": 10 for i in range(9)})
+    sizes = ModelBytes(100, {f"model.layers.{i}": 10 for i in range(9)})
     found = sizes.under(100 + (3 + BUFFERS) * 10)
     assert [int(name.rpartition(".")[2]) for name in found.resident] == [2, 5, 8]
     assert found == sizes.holding(3)
@@ -36,14 +36,14 @@ def test_layers_in_memory_are_spread_evenly() -> None:
 
 def test_layers_that_would_fit_into_the_buffers_are_held() -> None:
     """Catches layers that are read again for every pass into memory that could hold them all."""
-    sizes = Sizes(100, {f"model.layers.{i}": 10 for i in range(BUFFERS + 1)})
+    sizes = ModelBytes(100, {f"model.layers.{i}": 10 for i in range(BUFFERS + 1)})
     assert sizes.under(100 + 10 * BUFFERS).read
     assert not sizes.under(100 + 10 * (BUFFERS + 1)).streamed
 
 
 def test_a_limit_that_is_too_low_names_the_numbers() -> None:
     """Catches a refusal from which nobody can tell what takes the memory."""
-    sizes = Sizes(70_000_000, {f"model.layers.{i}": 3_000_000 for i in range(99)})
+    sizes = ModelBytes(70_000_000, {f"model.layers.{i}": 3_000_000 for i in range(99)})
     with pytest.raises(RecipeError) as refused:
         sizes.under(20_000_000)
     assert str(refused.value) == (

@@ -72,7 +72,7 @@ def test_few_rows(
     group = few_rows.stored_group(weight)
     for rows, splits, scale in ((16, 1, None), (5, 3, torch.tensor([0.03], device=device))):
         x = rows_of(torch.randn(rows, 128, device=device) * 3, kind, scale)
-        tiles = few_rows.Tiles(32, min(32, group or 32), splits)
+        tiles = few_rows.Tiling(32, min(32, group or 32), splits)
         got = few_rows.few_rows(*x, weight, tiles)
         check(got, twins.linear(x, weight), x, weight)
     assert torch.equal(got, few_rows.few_rows(*x, weight, tiles)), "the same bits again"
