@@ -23,7 +23,6 @@ from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package, refuse_guessed, seal, tidy
 from qspec.planning.planned import PlannedPair, plan_half
 from qspec.planning.preview import admit
-from qspec.planning.preview_text import duration
 from qspec.planning.remarks import findings, time_findings
 from qspec.progress import Progress, setup_log
 from qspec.provenance import (
@@ -37,6 +36,7 @@ from qspec.provenance import (
 )
 from qspec.quantization.gptq import require_judge
 from qspec.quantization.job import Calibration, quantize_model, quantized_half
+from qspec.readable import duration
 from qspec.records import QuantizedModel
 from qspec.report.page import report
 from qspec.report.verdict import blockers

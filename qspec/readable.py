@@ -84,6 +84,14 @@ def size(amount: float) -> Numeral:
     return Numeral(f"{number(amount)} B", amount)
 
 
+def duration(seconds: float) -> str:
+    """Seconds, minutes, hours or days, whichever reads best."""
+    for unit, scale in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
 def parse_bytes(text: str | int, what: str) -> int:
     """Bytes; MB is 10^6, MiB 2^20. `what` names the value in the `RecipeError` for anything else."""
     match = _SIZE.fullmatch(str(text))

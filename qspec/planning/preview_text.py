@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qspec.memory import tightest
-from qspec.readable import size
+from qspec.readable import duration, size
 
 View = Mapping[str, Any]
 NAMED = 3
@@ -163,11 +163,3 @@ def _exports(view: View) -> Iterator[str]:
 def _findings(view: View) -> Iterator[str]:
     for finding in view["findings"]:
         yield f"{finding['level']}: {finding['value']}: {finding['rule']}; {finding['fix']}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds, minutes, hours or days, whichever reads best."""
-    for unit, scale in (("days", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * scale:
-            return f"{seconds / scale:.1f} {unit}"
-    return f"{seconds:.1f} s"

@@ -13,7 +13,7 @@ from qspec.planning.duration import questions
 from qspec.planning.forecast import gain
 from qspec.planning.idle import idle_findings
 from qspec.planning.planned import MOST_PADDING, PlannedHalf, PlannedPair, device_remarks
-from qspec.planning.preview_text import duration
+from qspec.readable import duration
 from qspec.schema.recipe import TaskSpec
 from qspec.scheme_table import SCHEMES
 from qspec.schemes.device_rules import PlanFinding

@@ -10,7 +10,8 @@ import pytest
 from qspec.errors import RecipeError, SourceError
 from qspec.planning.planned import resolve
 from qspec.planning.preview import admit, preview
-from qspec.planning.preview_text import duration, render
+from qspec.planning.preview_text import render
+from qspec.readable import duration
 from qspec.records import LAYER_LINEARS
 from qspec.schema.recipe import Recipe
 
