@@ -14,7 +14,7 @@ from typing import Literal
 from qspec.errors import OutOfMemory
 from qspec.readable import size
 
-_SAID = (
+_PHRASES = (
     "not enough memory",
     "cannot allocate memory",
     "can't allocate memory",
@@ -49,17 +49,17 @@ class Room:
     limit: str
     reserves: bool = False
 
-    def asked(self, need: Need) -> int:
+    def counted(self, need: Need) -> int:
         """Bytes of a need that this limit counts."""
         return need.held + need.reserved * self.reserves
 
 
 def require_memory(what: str, need: Need, fix: str) -> None:
     """Refuse a job whose least need exceeds a limit of this process; raises `OutOfMemory`."""
-    found = max(rooms(), key=lambda room: room.asked(need) - room.left, default=None)
-    if found is not None and found.asked(need) > found.left:
-        least, left = size(found.asked(need)), size(max(0, found.left))
-        raise OutOfMemory(what, f"takes at least {least} of memory, and {found.limit} leaves {left}", fix)
+    room = max(rooms(), key=lambda room: room.counted(need) - room.left, default=None)
+    if room is not None and room.counted(need) > room.left:
+        least, left = size(room.counted(need)), size(max(0, room.left))
+        raise OutOfMemory(what, f"takes at least {least} of memory, and {room.limit} leaves {left}", fix)
 
 
 def rooms(proc: Path = Path("/proc")) -> list[Room]:
@@ -69,22 +69,24 @@ def rooms(proc: Path = Path("/proc")) -> list[Room]:
 
 def tightest(proc: Path = Path("/proc")) -> str:
     """The limit that leaves least, for a message about memory that ran out; empty where none is known."""
-    found = min(rooms(proc), key=lambda room: room.left, default=None)
-    return "" if found is None else f"{found.limit} leaves {size(max(0, found.left))} now"
+    room = min(rooms(proc), key=lambda room: room.left, default=None)
+    return "" if room is None else f"{room.limit} leaves {size(max(0, room.left))} now"
 
 
 def ran_out(error: BaseException) -> str | None:
     """What an error, or one that it came from, says of memory that ran out, in one line; None for any other error."""
     seen = set[int]()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        text = " ".join(str(found).split())
-        if isinstance(found, MemoryError) or (isinstance(found, OSError) and found.errno == errno.ENOMEM):
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        text = " ".join(str(cause).split())
+        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM):
             return text[:160] or "an allocation failed"
-        if isinstance(found, RuntimeError | ImportError | OSError) and any(said in text.lower() for said in _SAID):
+        if isinstance(cause, RuntimeError | ImportError | OSError) and any(
+            phrase in text.lower() for phrase in _PHRASES
+        ):
             return text[:160]
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
 
 

@@ -89,10 +89,10 @@ def run(
     if gpu_for(recipe.device) is None:
         require_memory(f"run {recipe.name}", planned.run_need, _MORE)
     originals = load_originals(recipe, progress)
-    asked = rehearse(recipe, originals.target, planned.calibrates)
-    _require_time(planned, long, asked)
+    items = rehearse(recipe, originals.target, planned.calibrates)
+    _require_time(planned, long, items)
     progress.say(
-        f"about {duration(sum(step.seconds for step in planned.steps(asked)))} by estimate; qspec plan has its stages"
+        f"about {duration(sum(step.seconds for step in planned.steps(items)))} by estimate; qspec plan has its stages"
     )
     with sole_writer(out):
         if not _is_complete(recipe, out, resume):  # another run may have taken it while models were loaded
@@ -130,8 +130,8 @@ def _make(
         package(target, draft, recipe, out, originals.head, warnings)
     arms = Arms(recipe, originals, open_pair(pair))
     kept, key = Kept(out / "work"), [recipe.as_dict(), half_digests(arms.pair.manifest)]
-    found = kept.value("accuracy", key, lambda: measure_accuracy(arms, out / "work", progress).model_dump(mode="json"))
-    accuracy = Accuracy.model_validate(found)
+    fields = kept.value("accuracy", key, lambda: measure_accuracy(arms, out / "work", progress).model_dump(mode="json"))
+    accuracy = Accuracy.model_validate(fields)
     speed = None
     if recipe.benchmark and (recipe.device == "cpu" or isinstance(arms.pair.target, CudaDecoder)):
         speed = Speed.model_validate(kept.value("speed", key, lambda: _bench(arms, progress).model_dump(mode="json")))
@@ -288,9 +288,9 @@ def _as_begun(recipe: Recipe, out: Path) -> Recipe:
     return recipe.model_copy(update={"evaluation": spec.model_copy(update={"tasks": tuple(tasks)})})
 
 
-def _require_time(planned: PlannedPair, long: bool, asked: Mapping[TaskSpec, int] | None = None) -> None:
+def _require_time(planned: PlannedPair, long: bool, items: Mapping[TaskSpec, int] | None = None) -> None:
     if not long:
-        raise_refused(time_findings(planned, asked))
+        raise_refused(time_findings(planned, items))
 
 
 def _require_room(planned: PlannedPair, out: Path) -> None:

@@ -82,17 +82,17 @@ def require_writable(folder: str | Path) -> Path:
 
     Returns the folder, or the nearest one above it that exists.
     """
-    asked = Path(folder)
-    with _output_errors(asked):
-        found = asked.absolute()
-        while not (found.exists() or found.is_symlink()):
-            found = found.parent
-    if not found.is_dir():
-        raise OutputError(str(asked), f"cannot be made ({found} is no folder)", "choose another output folder")
-    if not os.access(found, os.W_OK | os.X_OK):
-        rule = f"cannot be written ({found} takes no new files)"
-        raise OutputError(str(asked), rule, "choose an output folder with write permission")
-    return found
+    path = Path(folder)
+    with _output_errors(path):
+        existing = path.absolute()
+        while not (existing.exists() or existing.is_symlink()):
+            existing = existing.parent
+    if not existing.is_dir():
+        raise OutputError(str(path), f"cannot be made ({existing} is no folder)", "choose another output folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        rule = f"cannot be written ({existing} takes no new files)"
+        raise OutputError(str(path), rule, "choose an output folder with write permission")
+    return existing
 
 
 def require_file(path: str | Path) -> None:

@@ -40,8 +40,8 @@ def fused_with(layer: str) -> tuple[str, ...]:
 
 def layer_number(name: str) -> int:
     """Number of the decoder layer that `name` belongs to; -1 for what lies outside of the layers."""
-    found = _LAYER.match(name)
-    return int(found[1]) if found else -1
+    match = _LAYER.match(name)
+    return int(match[1]) if match else -1
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Job:
         """Whether a task wants it."""
         return any(backend in task.backends for task in self.recipe.evaluation.tasks)
 
-    def asked(self, backend: str, servers: Servers) -> list[TaskResult]:
+    def evaluated(self, backend: str, servers: Servers) -> list[TaskResult]:
         target = self.target
         return evaluate_served(self.recipe, backend, servers, target.tokenizer, target.arch.eos_ids, self.progress)
 
@@ -84,7 +84,7 @@ def evaluate_pair(
     """
     pair, out, progress = Path(pair), Path(out), progress or Progress()
     made = recipe_of(read_manifest(pair))
-    recipe = _by(asked(made, overrides, "evaluation"), backend)
+    recipe = _by(recipe_under(made, overrides, "evaluation"), backend)
     if more and not any("vllm" in task.backends for task in recipe.evaluation.tasks):
         rule = "goes to vLLM's servers, and no task is answered by vLLM"
         raise RecipeError(" ".join(more), rule, "drop it, or add --backend vllm")
@@ -122,7 +122,7 @@ def _by_running(job: Job) -> list[TaskResult]:
     if not job.names("api"):
         return []
     with running(job.recipe.evaluation.api) as servers:
-        return job.asked("api", servers)
+        return job.evaluated("api", servers)
 
 
 def _by_vllm(job: Job) -> list[TaskResult]:
@@ -137,9 +137,9 @@ def _by_vllm(job: Job) -> list[TaskResult]:
         "quantized": serving(job.pair, draft=False, more=["--max-model-len", str(context), *job.more]),
     }
     with started(job.python, jobs, context) as servers:
-        found = job.asked("vllm", servers)
+        tasks = job.evaluated("vllm", servers)
     shutil.rmtree(original)
-    return found
+    return tasks
 
 
 def _own(job: Job) -> Accuracy:
@@ -183,7 +183,7 @@ def bench_pair(
     """
     pair, out, progress = Path(pair), Path(out), progress or Progress()
     sections = ("benchmark",) if keep else ("benchmark", "speculation")
-    recipe = asked(recipe_of(read_manifest(pair)), overrides, *sections)
+    recipe = recipe_under(recipe_of(read_manifest(pair)), overrides, *sections)
     recipe = recipe.model_copy(update={"benchmark": recipe.timing})
     require_new(out)
     with sole_writer(pair) if keep else nullcontext(), staged_dir(out) as part:
@@ -227,7 +227,7 @@ def _draft_before(recipe: Recipe, manifest: Manifest, target: LoadedModel) -> Lo
     return match_rows(load_original(source, manifest.draft), target.arch.vocab_size)
 
 
-def asked(made: Recipe, overrides: tuple[str, ...], *sections: str) -> Recipe:
+def recipe_under(made: Recipe, overrides: tuple[str, ...], *sections: str) -> Recipe:
     """A pair's recipe under `overrides`; raises `RecipeError` where they change more than these sections of it."""
     recipe = Recipe.of(made.as_dict(), overrides, made.name)
     if recipe != made.model_copy(update={section: getattr(recipe, section) for section in sections}):
@@ -282,10 +282,10 @@ def prove_pair(folder: Path) -> list[str]:
     arms = {"pair, plain": plain, "pair": replace(drafted, new_drafter=None)}
     tokenizer, eos_ids = pair.model.tokenizer, pair.model.arch.eos_ids
     speed = bench(arms, tokenizer, recipe, Progress(), eos_ids=eos_ids, prove="pair, plain")
-    found = [*losslessness(speed), *lost_acceptance(speed)]
-    wrong = [finding.text for finding in found if finding.tone in ("bad", "danger")]
+    findings = [*losslessness(speed), *lost_acceptance(speed)]
+    wrong = [finding.text for finding in findings if finding.tone in ("bad", "danger")]
     if wrong:
         raise PairError(str(folder), "; ".join(wrong), "report it with the pair; --no-draft serves it meanwhile")
     pooled = [a for a in speed.acceptance if a.category == "all"]
     kept = [f"{a.accepted} of {a.drafted} drafted tokens stand" for a in pooled] or ["no token was drafted"]
-    return [*(finding.text for finding in found), *kept]
+    return [*(finding.text for finding in findings), *kept]

@@ -104,7 +104,7 @@ def test_systems_without_these_files_have_no_limit(tmp_path: Path) -> None:
 def test_what_is_only_reserved_counts_under_ulimit_alone() -> None:
     """Would catch a long context that is refused for memory that it will not touch."""
     need = Need(held=2, reserved=10) + Need(1)
-    assert [Room(9, "x", reserves).asked(need) for reserves in (False, True)] == [3, 13]
+    assert [Room(9, "x", reserves).counted(need) for reserves in (False, True)] == [3, 13]
 
 
 def test_a_need_beyond_all_limits_is_refused() -> None:

@@ -175,16 +175,16 @@ def measure_accuracy(arms: Arms, work: Path, progress: Progress) -> Accuracy:
     eos_ids = target.arch.eos_ids
     float_kv = None if arms.pair.model.plan.kv is None else arms.float_kv
     halves, text = (arms.original, arms.pair.target), recipe.evaluation.fidelity
-    found = evaluate(*halves, target.tokenizer, recipe, folders, progress, eos_ids=eos_ids, float_kv=float_kv)
+    accuracy = evaluate(*halves, target.tokenizer, recipe, folders, progress, eos_ids=eos_ids, float_kv=float_kv)
     if text is None:
-        return found.measured_on(provenance_of(arms.pair, "target"))
+        return accuracy.measured_on(provenance_of(arms.pair, "target"))
     answers, drafts = measure_answers(*halves, target.tokenizer, text, eos_ids, progress), arms.drafts
-    found = found.model_copy(update={"answers": answers}).measured_on(provenance_of(arms.pair, "target"))
+    accuracy = accuracy.model_copy(update={"answers": answers}).measured_on(provenance_of(arms.pair, "target"))
     if drafts is None:
-        return found
+        return accuracy
     draft = measure_draft(halves[1], drafts, target.tokenizer, text, progress)
     draft = draft.model_copy(update={"provenance": provenance_of(arms.pair, "draft")})
-    return found.model_copy(update={"draft": draft})
+    return accuracy.model_copy(update={"draft": draft})
 
 
 def original_runs(arms: Arms) -> dict[str, Arm]:

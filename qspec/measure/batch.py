@@ -39,7 +39,7 @@ def measure_batches(
         for name, plain in pairs
         if batch > 1 and plain is not None and isinstance(arms[name].target, BatchLM)
     ]
-    found: list[BatchSpeed] = []
+    speeds: list[BatchSpeed] = []
     for batch, temperature, name, plain in progress.track(jobs, "batches", len(jobs), "size"):
         answers: dict[str, Answers] = {plain: [], name: []}
         # a slot keeps its policy, so that one that learns has learned
@@ -49,8 +49,8 @@ def measure_batches(
                 order = [plain, name] if (repeat + number) % 2 == 0 else [name, plain]
                 for which in order:
                     answers[which].append(_run(arms[which], group, policies, recipe, temperature, eos_ids))
-        found += [_summary(which, plain, batch, temperature, answers, spec.repeats) for which in (plain, name)]
-    return tuple({(b.arm, b.batch, b.temperature): b for b in found}.values())
+        speeds += [_summary(which, plain, batch, temperature, answers, spec.repeats) for which in (plain, name)]
+    return tuple({(b.arm, b.batch, b.temperature): b for b in speeds}.values())
 
 
 def _groups(requests: Sequence[Request], batch: int) -> list[list[Request]]:
@@ -68,7 +68,7 @@ def _run(
     eos_ids: Collection[int],
 ) -> list[Generation]:
     assert isinstance(arm.target, BatchLM)
-    law, most = recipe.speculation, recipe.timing.max_new_tokens
+    speculation, most = recipe.speculation, recipe.timing.max_new_tokens
     prompts = [
         Prompt(
             request.tokens,
@@ -81,7 +81,11 @@ def _run(
         for i, (request, policy) in enumerate(zip(group, policies, strict=True))
     ]
     return generate_batch(
-        arm.target, prompts, Sampling(temperature, law.top_k, law.top_p), eos_ids, law.draft_length.by_batch
+        arm.target,
+        prompts,
+        Sampling(temperature, speculation.top_k, speculation.top_p),
+        eos_ids,
+        speculation.draft_length.by_batch,
     )
 
 

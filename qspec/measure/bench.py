@@ -77,11 +77,11 @@ def bench(
     rate = bandwidth(device_of(next(iter(arms.values())).target))
     speed = bench_stats.summarize(facts, requests, runs, mismatches, rate, condition, betas)
     batches = measure_batches(arms, facts, requests, recipe, eos_ids, progress)
-    law = None
+    tokens_drafted = None
     if prove is not None:
         drafting = next(name for name in arms if facts[name].speculative and facts[name].plain == prove)
-        law = marginals(arms[drafting], requests, recipe.seed, progress)
-    return speed.model_copy(update={"batches": batches, "marginals": law})
+        tokens_drafted = marginals(arms[drafting], requests, recipe.seed, progress)
+    return speed.model_copy(update={"batches": batches, "marginals": tokens_drafted})
 
 
 def load_requests(spec: BenchmarkSpec, tokenizer: Tokenizer, room: int) -> tuple[list[Request], bool]:
@@ -129,10 +129,10 @@ def measure(
         for temperature in spec.temperatures if isinstance(arm.target, CudaDecoder) else (0.0,):  # each has its graphs
             run(name, requests[0], temperature, recipe.seed, min(WARM_UP_TOKENS, spec.max_new_tokens))
     jobs = [job for job in _turns(list(arms), len(requests), spec) if job[:3] not in done]
-    asked: tuple[float, int] | None = None
+    current: tuple[float, int] | None = None
     for temperature, repeat, index, name in progress.track(jobs, "benchmark", len(jobs), "run"):
-        if asked != (temperature, repeat):
-            asked = temperature, repeat
+        if current != (temperature, repeat):
+            current = temperature, repeat
             _forget(arms)
         seed = recipe.seed + repeat * len(requests) + index
         generation = run(name, requests[index], temperature, seed, spec.max_new_tokens)
@@ -143,8 +143,8 @@ def _looped(arms: Mapping[str, Arm], request: Request, most: int) -> dict[str, S
     """Which arms run in the loop on a GPU, beside those that the host steps there."""
     names = list[str]()
     for name, arm in arms.items():
-        asked = Prompt(request.tokens, most, torch.Generator(), arm.drafter, arm.policy)
-        if isinstance(arm.target, CudaDecoder) and obstacle(arm.target, [asked], Sampling()) is None:
+        prompt = Prompt(request.tokens, most, torch.Generator(), arm.drafter, arm.policy)
+        if isinstance(arm.target, CudaDecoder) and obstacle(arm.target, [prompt], Sampling()) is None:
             names.append(name)
     return {"in the loop on the GPU": ", ".join(names)} if names else {}
 
@@ -203,7 +203,7 @@ def _teacher_forced(
 
     By arm, temperature and category; `all` is every one.
     """
-    found: dict[tuple[str, float, str], list[Tensor]] = {}
+    rates: dict[tuple[str, float, str], list[Tensor]] = {}
     models = {name: model for name, arm in arms.items() if (model := draft_lm(arm.drafter)) is not None}
     for run in runs:
         if run.repeat == 0 and run.prompt < FORCED_PROMPTS:
@@ -212,8 +212,8 @@ def _teacher_forced(
             for name in (name for name in models if facts[name].plain == run.arm):
                 betas = teacher_forced_betas(arms[name].target, models[name], prompt, answer, sampling)
                 for category in ("all", requests[run.prompt].category):
-                    found.setdefault((name, run.temperature, category), []).append(betas)
-    return found
+                    rates.setdefault((name, run.temperature, category), []).append(betas)
+    return rates
 
 
 def find_mismatches(
@@ -221,15 +221,15 @@ def find_mismatches(
 ) -> dict[str, list[Mismatch]]:
     """Speculative arms' greedy answers that differ from the plain arm of the same target, by arm."""
     answers = {(r.arm, r.repeat, r.prompt): r.generation.tokens for r in runs if r.temperature == 0}
-    found: dict[str, list[Mismatch]] = {}
+    mismatches: dict[str, list[Mismatch]] = {}
     for (name, repeat, index), tokens in answers.items():
         plain = facts[name].plain
         if facts[name].speculative and plain is not None:
             expected = answers[plain, repeat, index]
             if tokens != expected:
                 mismatch = _mismatch(arms[name].target, requests[index], index, expected, tokens)
-                found.setdefault(name, []).append(mismatch)
-    return found
+                mismatches.setdefault(name, []).append(mismatch)
+    return mismatches
 
 
 @torch.no_grad()

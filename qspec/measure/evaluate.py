@@ -44,9 +44,9 @@ def evaluate(
         texts = measure_fidelity(original, quantized, tokenizer, spec.fidelity, progress)
     needles = None
     if spec.needle is not None:
-        asked = {"original": lambda: original, "quantized": lambda: quantized}
-        asked |= {"float_kv": float_kv} if float_kv else {}
-        needles = measure_needles(asked, tokenizer, spec.needle, recipe.seed, progress)
+        opened = {"original": lambda: original, "quantized": lambda: quantized}
+        opened |= {"float_kv": float_kv} if float_kv else {}
+        needles = measure_needles(opened, tokenizer, spec.needle, recipe.seed, progress)
     tasks: list[TaskResult] = []
     for task in spec.tasks:
         for backend in task.backends:
@@ -79,7 +79,7 @@ def compare(task: TaskSpec, backend: str, original: TaskScores, quantized: TaskS
             rule = f"is {other!r} in the quantized arm, {INCOMPARABLE}"
             raise SourceError(f"{name} {one!r} of task {task.name}", rule, "serve both arms alike")
     rows = _pair(original.samples, quantized.samples)
-    n, found = len(rows), compare_items([row.original for row in rows], [row.quantized for row in rows])
+    n, comparison = len(rows), compare_items([row.original for row in rows], [row.quantized for row in rows])
     a, b = (
         Measurement(
             metric=f"{arm.metric}, {name}",
@@ -89,22 +89,22 @@ def compare(task: TaskSpec, backend: str, original: TaskScores, quantized: TaskS
             ci=score_interval([sample.score for sample in arm.samples]),
             condition=arm.condition | arm.own,
         )
-        for name, arm, mean in zip(("original", "quantized"), (original, quantized), found.means, strict=True)
+        for name, arm, mean in zip(("original", "quantized"), (original, quantized), comparison.means, strict=True)
     )
     return TaskResult(
         task=task.name,
         backend=backend,
         original=a,
         quantized=b,
-        difference=found.difference,
-        recovery=found.recovery,
-        recovery_ci=found.recovery_ci,
-        only_original=found.only_a,
-        only_quantized=found.only_b,
-        p_value=found.p_value,
-        detectable=found.difference.detectable or 1.0,
+        difference=comparison.difference,
+        recovery=comparison.recovery,
+        recovery_ci=comparison.recovery_ci,
+        only_original=comparison.only_a,
+        only_quantized=comparison.only_b,
+        p_value=comparison.p_value,
+        detectable=comparison.difference.detectable or 1.0,
         likelihood=compare_likelihoods([r.original_likelihood for r in rows], [r.quantized_likelihood for r in rows]),
-        verdict=found.verdict("quantized", chance_of(task.name, original.condition)),
+        verdict=comparison.verdict("quantized", chance_of(task.name, original.condition)),
         original_cut=sum(r.original_cut for r in rows) / n,
         quantized_cut=sum(r.quantized_cut for r in rows) / n,
         prompts_cut=sum(r.prompt_cut for r in rows),
@@ -146,9 +146,9 @@ def _row(a: Sample, b: Sample) -> TaskRow:
 def _sub_tasks(rows: list[TaskRow]) -> tuple[SubTask, ...]:
     names = dict.fromkeys(row.task for row in rows)
     groups = {name: [row for row in rows if row.task == name] for name in names}
-    found = {name: compare_items([r.original for r in g], [r.quantized for r in g]) for name, g in groups.items()}
-    tested = [name for name, items in found.items() if items.p_value is not None]
-    adjusted = dict(zip(tested, holm([found[name].p_value or 0.0 for name in tested]), strict=True))
+    comparisons = {name: compare_items([r.original for r in g], [r.quantized for r in g]) for name, g in groups.items()}
+    tested = [name for name, items in comparisons.items() if items.p_value is not None]
+    adjusted = dict(zip(tested, holm([comparisons[name].p_value or 0.0 for name in tested]), strict=True))
     return tuple(
         SubTask(
             task=name,
@@ -158,5 +158,5 @@ def _sub_tasks(rows: list[TaskRow]) -> tuple[SubTask, ...]:
             difference=items.difference,
             p_value=adjusted.get(name),
         )
-        for name, items in found.items()
+        for name, items in comparisons.items()
     )

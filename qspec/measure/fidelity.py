@@ -67,10 +67,10 @@ def summary(means_W4: Tensor, condition: dict[str, Scalar]) -> Fidelity:
         return Measurement(metric=metric, value=value, unit=unit, n=len(values_W), ci=ci, condition=condition)
 
     def exponential(metric: str, values_W: Tensor, ratio: bool = False) -> Measurement:
-        found = mean(metric, "", values_W)
-        ci = found.ci and (_exp(found.ci[0]), _exp(found.ci[1]))
+        estimate = mean(metric, "", values_W)
+        ci = estimate.ci and (_exp(estimate.ci[0]), _exp(estimate.ci[1]))
         detectable = detectable_ratio(values_W.exp().tolist()) if ratio else None
-        return found.model_copy(update={"value": _exp(found.value), "ci": ci, "detectable": detectable})
+        return estimate.model_copy(update={"value": _exp(estimate.value), "ci": ci, "detectable": detectable})
 
     return Fidelity(
         original_perplexity=exponential("perplexity, original", a_W),

@@ -47,14 +47,14 @@ class Items:
 
     def verdict(self, arm: str, chance: float = 0.0) -> str:
         """What the numbers carry, in one sentence about `b`, which is called `arm`."""
-        found, n = self.evidence(chance), self.difference.n
-        if found.open:
-            return found.shortage("items")
+        evidence, n = self.evidence(chance), self.difference.n
+        if evidence.open:
+            return evidence.shortage("items")
         test = "" if self.p_value is None else f", McNemar p = {self.p_value:.2g}"
-        if found.sign == 0:
-            seen = f"a drop of {100 * (found.detectable or 1.0):.1f} points would have been ({n} items, 80 % power)"
+        if evidence.sign == 0:
+            seen = f"a drop of {100 * (evidence.detectable or 1.0):.1f} points would have been ({n} items, 80 % power)"
             return f"no difference detected{test}; {seen}"
-        word, (low, high) = "better" if found.sign > 0 else "worse", self.difference.ci or (0.0, 0.0)
+        word, (low, high) = "better" if evidence.sign > 0 else "worse", self.difference.ci or (0.0, 0.0)
         size = f"{100 * abs(self.difference.value):.1f} points"
         return f"{arm} is {word} by {size} (95 % CI {100 * low:+.1f} to {100 * high:+.1f}{test})"
 
@@ -99,9 +99,9 @@ def chance_of(task: str, condition: Mapping[str, Scalar]) -> float:
 
 def task_verdict(task: TaskResult) -> str:
     """What a task's numbers carry, in one sentence; whatever an older version wrote of numbers that carry nothing."""
-    found = task_evidence(task)
-    text = found.shortage("items") if found.open else task.verdict
-    if task.likelihood is None or found.chance is not None:
+    evidence = task_evidence(task)
+    text = evidence.shortage("items") if evidence.open else task.verdict
+    if task.likelihood is None or evidence.chance is not None:
         return text
     (low, high), value = task.likelihood.ci or (-math.inf, math.inf), task.likelihood.value
     return f"{text}; likelihood of right answers: {value:+.3f} nats per item (95 % CI {low:+.3f} to {high:+.3f})"
@@ -109,13 +109,13 @@ def task_verdict(task: TaskResult) -> str:
 
 def task_loss(task: TaskResult) -> str:
     """How much a task shows to be lost, in points, or else in nats where that is more than `FALL`; empty: none."""
-    found = task_evidence(task)
-    if found.sign < 0:
+    evidence = task_evidence(task)
+    if evidence.sign < 0:
         return f"{100 * abs(task.difference.value):.1f} points"
     high = task.likelihood.ci[1] if task.likelihood and task.likelihood.ci else math.inf
     own = [row.original_likelihood for row in task.rows if row.original_likelihood is not None]
     least = FALL * sum(own) / len(own) if own else 0.0
-    if found.chance is not None or task.likelihood is None or high >= least:
+    if evidence.chance is not None or task.likelihood is None or high >= least:
         return ""
     return f"{-task.likelihood.value:.3f} nats of the likelihood of right answers"
 

@@ -42,11 +42,13 @@ def measure_needles(
 
     An arm lives while it is asked. Raises `RecipeError` for lengths that leave no room for text.
     """
-    asked = questions(tokenizer, spec, seed)
+    prompts = questions(tokenizer, spec, seed)
     answers: dict[str, list[tuple[float, float]]] = {}
     for name, make in arms.items():
         lm = PrefixReuse(make())
-        answers[name] = [_ask(lm, q) for q in progress.track(asked, f"needle, {name.replace('_', ' ')}", len(asked))]
+        answers[name] = [
+            _ask(lm, q) for q in progress.track(prompts, f"needle, {name.replace('_', ' ')}", len(prompts))
+        ]
     rows = tuple(
         NeedleRow(
             length=question.length,
@@ -54,7 +56,7 @@ def measure_needles(
             hits={name: given[i][0] for name, given in answers.items()},
             nll={name: given[i][1] for name, given in answers.items()},
         )
-        for i, question in enumerate(asked)
+        for i, question in enumerate(prompts)
     )
     condition: dict[str, Scalar] = {
         "data": Path(spec.data).name,
@@ -114,7 +116,7 @@ def summary(rows: Sequence[NeedleRow], condition: dict[str, Scalar]) -> Needles:
 
 def _retrieval(length: int, rows: Sequence[NeedleRow]) -> Retrieval:
     hits = {name: [row.hits[name] for row in rows] for name in rows[0].hits}
-    found, kv = compare_items(hits["original"], hits["quantized"]), _kv(hits)
+    comparison, kv = compare_items(hits["original"], hits["quantized"]), _kv(hits)
     shares = {
         name: Measurement(metric="share found", value=sum(own) / len(own), unit="", n=len(own), ci=score_interval(own))
         for name, own in hits.items()
@@ -122,11 +124,11 @@ def _retrieval(length: int, rows: Sequence[NeedleRow]) -> Retrieval:
     return Retrieval(
         length=length,
         found=shares,
-        difference=found.difference,
-        p_value=found.p_value,
-        recovery=found.recovery,
-        recovery_ci=found.recovery_ci,
-        verdict=found.verdict("quantized"),
+        difference=comparison.difference,
+        p_value=comparison.p_value,
+        recovery=comparison.recovery,
+        recovery_ci=comparison.recovery_ci,
+        verdict=comparison.verdict("quantized"),
         kv_difference=None if kv is None else kv.difference.model_copy(update={"metric": "quantized - float KV cache"}),
         kv_p_value=None if kv is None else kv.p_value,
         nll=_shift(rows, "original"),

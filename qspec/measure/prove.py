@@ -83,14 +83,14 @@ def marginals(arm: Arm, requests: Sequence[Request], seed: int, progress: Progre
     """
     assert arm.drafter is not None, "a plain arm has no drafts to judge"
     shortest = sorted(requests, key=lambda request: len(request.tokens))
-    favoured, likely, law, used = Counts(), Counts(), Sampling(temperature=1.0), 0
+    favoured, likely, sampling, used = Counts(), Counts(), Sampling(temperature=1.0), 0
     for used in progress.track(range(1, TEXTS + 1), "prove", TEXTS, "text"):
         prompt, witness = shortest[(used - 1) % len(shortest)].tokens, Witness(arm.drafter)
         policy, generator = Fixed(LENGTH) if used % 2 else arm.policy, torch.Generator().manual_seed(seed + used)
-        text = generate(arm.target, witness, policy, prompt, POSITIONS, law, (), generator, domain="proof")
+        text = generate(arm.target, witness, policy, prompt, POSITIONS, sampling, (), generator, domain="proof")
         arm.target.truncate(len(prompt) - 1)
         read_T = torch.tensor([prompt[-1], *text.tokens[:-1]])
-        p_TV = law.law(arm.target.forward(read_T, last=len(text.tokens)).cpu().double())
+        p_TV = sampling.probs(arm.target.forward(read_T, last=len(text.tokens)).cpu().double())
         for p_V, token in zip(p_TV, text.tokens, strict=True):
             likely.add(p_V, _likelier_half(p_V), token)
         for at, favours_V in _favoured(len(prompt), text, witness, p_TV):
@@ -102,7 +102,7 @@ def marginals(arm: Arm, requests: Sequence[Request], seed: int, progress: Progre
         prompts=min(used, len(shortest)),
         samples=used,
         positions=POSITIONS,
-        temperature=law.temperature,
+        temperature=sampling.temperature,
         p_value=p_value,
         drafted=len(favoured.inside),
         detectable=detectable_shift(favoured.chances, CERTAIN / 2),

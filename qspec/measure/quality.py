@@ -63,8 +63,8 @@ class ModelDrafts:
             lm.truncate(0)
 
     def logits(self, target: LM, tokens_T: Tensor, target_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found = [_of_width(lm.forward(tokens_T).cpu(), target_TV.shape[1]) for lm in (self.original, self.packaged)]
-        return target_TV, found[0], found[1]
+        drafted = [_of_width(lm.forward(tokens_T).cpu(), target_TV.shape[1]) for lm in (self.original, self.packaged)]
+        return target_TV, drafted[0], drafted[1]
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class HeadDrafts:
     def logits(self, target: LM, tokens_T: Tensor, target_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(target, HiddenLM), "a target of a speculator tells its hidden states"
         hidden_TH = target.hidden(len(tokens_T)).cpu()[:-1]
-        found = []
+        drafted = []
         for head in (self.original, self.packaged):
             logits_TD = head.advance(0, head.begin(hidden_TH), tokens_T[1:])[1]
             wide_TV = torch.full((len(logits_TD), target_TV.shape[1]), -math.inf)
             ids_D = torch.arange(logits_TD.shape[1]) if head.ids_D is None else head.ids_D
             wide_TV[:, ids_D] = logits_TD
-            found.append(wide_TV)
-        return target_TV[1:], found[0], found[1]
+            drafted.append(wide_TV)
+        return target_TV[1:], drafted[0], drafted[1]
 
 
 def measure_answers(
@@ -103,13 +103,13 @@ def measure_answers(
     room = min(original.max_length, quantized.max_length)
     length = min(BEGINNING, spec.length, room // 2)
     rows = windows(spec.data, min(ANSWERS, spec.windows), length, tokenizer)
-    found = list[Answer]()
+    answers = list[Answer]()
     for row in progress.track(rows, "answers", len(rows), "answer"):
         (before, _), (after, finite) = (
             greedy(lm, row, min(LENGTH, room - length), eos_ids) for lm in (original, quantized)
         )
         texts = [tokenizer.decode(tokens) for tokens in (before, after)]
-        found.append(
+        answers.append(
             Answer(
                 original=texts[0],
                 quantized=texts[1],
@@ -118,7 +118,7 @@ def measure_answers(
                 finite=finite,
             )
         )
-    return Answers(rows=tuple(found))
+    return Answers(rows=tuple(answers))
 
 
 @torch.no_grad()
@@ -180,8 +180,8 @@ def _window(target: LM, drafts: Drafts, tokens: list[int]) -> Tensor:
         tokens_T = torch.tensor(tokens[start : start + CHUNK])
         target_TV, before_TV, after_TV = drafts.logits(target, tokens_T, target.forward(tokens_T).cpu())
         before_TV = before_TV.masked_fill(after_TV == -math.inf, -math.inf)  # ids that it does not draft
-        laws = [logits_TV.double().softmax(-1) for logits_TV in (target_TV, after_TV, before_TV)]
-        accepted = [sum_of_minima(laws[0], law_TV) for law_TV in laws[1:]]
+        probs = [logits_TV.double().softmax(-1) for logits_TV in (target_TV, after_TV, before_TV)]
+        accepted = [sum_of_minima(probs[0], probs_TV) for probs_TV in probs[1:]]
         same_T = top1_agreement(before_TV, after_TV).double()
         parts.append(torch.stack([kl_divergence(before_TV, after_TV), same_T, *accepted]))
     return torch.cat(parts, 1).mean(1)

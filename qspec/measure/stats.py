@@ -66,7 +66,7 @@ def summarize(
             own = [ratio for other in partners if other and (ratio := _ratio(name, other, by_arm))]
             ratios += own
             if fact.speculative:
-                forced = {key[2]: found for key, found in (betas or {}).items() if key[:2] == (name, temperature)}
+                forced = {key[2]: values for key, values in (betas or {}).items() if key[:2] == (name, temperature)}
                 accepted += acceptance(name, by_arm[name], requests, forced)
                 measured = next((r.speedup.value for r in own if r.baseline == fact.plain), None)
                 if fact.plain is not None and measured is not None:
@@ -253,15 +253,15 @@ def _of(arm: str, category: str, runs: Sequence[Run], betas: Sequence[Tensor]) -
 
 def _alpha(value: float, by_prompt: Sequence[Sequence[StepRecord]], distinct: Sequence[StepRecord]) -> Measurement:
     """Acceptance per tested token; its interval is never narrower than that of as many independent tokens."""
-    stood, tested = [_stood(steps) for steps in by_prompt], [_tested(steps) for steps in by_prompt]
-    ci = ratio_interval(stood, tested)
+    accepted, tested = [_accepted(steps) for steps in by_prompt], [_tested(steps) for steps in by_prompt]
+    ci = ratio_interval(accepted, tested)
     if ci is not None:
-        low, high = wilson_interval(_stood(distinct), _tested(distinct))
+        low, high = wilson_interval(_accepted(distinct), _tested(distinct))
         ci = max(0.0, min(ci[0], low)), min(1.0, max(ci[1], high))
     return Measurement(metric="acceptance rate alpha", value=value, unit="per draft token", n=sum(tested), ci=ci)
 
 
-def _stood(steps: Sequence[StepRecord]) -> int:
+def _accepted(steps: Sequence[StepRecord]) -> int:
     return sum(s.accepted for s in steps)
 
 

@@ -59,8 +59,8 @@ def examine(pair: Path) -> tuple[list[str], dict[str, QuantizedModel]]:
         counts = ", ".join(f"{n} x {scheme}" for scheme, n in scheme_counts(model).items())
         findings.append(f"{name}: {counts}; every number is usable")
     with _of_half("draft"):
-        found = kind_of(content.recipe.draft).check(pair / "draft", halves["target"])
-    findings += [] if found is None else [found]
+        finding = kind_of(content.recipe.draft).check(pair / "draft", halves["target"])
+    findings += [] if finding is None else [finding]
     findings += _compare_tokenizers(manifest, halves["target"], halves.get("draft"))
     return findings, halves
 
@@ -154,7 +154,7 @@ def _in_half(name: str) -> bool:
 
 def _sizes(pair: Path) -> dict[str, int]:
     """Bytes of every file by its path; links are refused, because they lead out of the pair, and so are pipes."""
-    found = {}
+    sizes = {}
     for folder, folders, files in os.walk(pair):
         for path in (Path(folder, name) for name in sorted([*folders, *files])):
             name, facts = path.relative_to(pair).as_posix(), path.lstat()
@@ -162,8 +162,8 @@ def _sizes(pair: Path) -> dict[str, int]:
                 kind = "a link" if stat.S_ISLNK(facts.st_mode) else "a pipe or a device"
                 raise IntegrityError(name, f"is {kind}, a pair holds plain files", "copy the file into the pair")
             if stat.S_ISREG(facts.st_mode):
-                found[name] = facts.st_size
-    return found
+                sizes[name] = facts.st_size
+    return sizes
 
 
 def scheme_counts(model: QuantizedModel) -> dict[str, int]:
@@ -203,17 +203,17 @@ def lint(model: QuantizedModel) -> None:
 
 def _compare_tokenizers(manifest: Manifest, target: QuantizedModel, draft: QuantizedModel | None) -> list[str]:
     """What is to be said of the tokenizers of both halves, which must agree with the manifest and one another."""
-    said, findings = manifest.tokenizer, list[str]()
-    if target.tokenizer.fingerprint() != said.fingerprint:
+    recorded, findings = manifest.tokenizer, list[str]()
+    if target.tokenizer.fingerprint() != recorded.fingerprint:
         raise IntegrityError("target/tokenizer.json", f"is not the tokenizer that {NAME} describes", _FETCH)
-    if real_vocab(target.tokenizer) != said.real_vocab:
+    if real_vocab(target.tokenizer) != recorded.real_vocab:
         raise IntegrityError("target/config.json", f"has another vocabulary than {NAME} says", _FETCH)
     if draft is not None:
         check_tokenizers(target.tokenizer, draft.tokenizer)
         if parts := differing_parts(target.tokenizer, draft.tokenizer):
             rule = "is not as the target's, which is used: expect fewer accepted tokens"
             findings.append(f"warning: the draft's tokenizer ({', '.join(parts)}) {rule}")
-    real, rows = said.real_vocab, said.target_vocab
+    real, rows = recorded.real_vocab, recorded.target_vocab
     return [*findings, f"tokenizer: {real} tokens in heads of {rows} rows, the same for both halves"]
 
 
@@ -284,11 +284,11 @@ def measured(pair: Path, manifest: Manifest) -> Results | None:
 
 def _differing(noted: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Settings that are not as they were noted."""
-    found: list[str] = []
+    different: list[str] = []
     for key in sorted(noted):
         one, other = noted[key], now.get(key)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found += _differing(one, other, f"{prefix}{key}.")
+            different += _differing(one, other, f"{prefix}{key}.")
         elif one != other:
-            found.append(prefix + key)
-    return found
+            different.append(prefix + key)
+    return different

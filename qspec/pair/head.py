@@ -45,9 +45,9 @@ def head_folder(draft: MlpDraft, arch: ArchMap) -> Path:
 
 def require_shape(folder: Path, draft: MlpDraft, arch: ArchMap) -> None:
     """Raises `RecipeError` unless the head in `folder` is as large as the recipe says."""
-    found, asked = speculator.read_shape(folder), shape_of(draft, arch)
+    stored, wanted = speculator.read_shape(folder), shape_of(draft, arch)
     for name in ("emb_dim", "vocab_size", "n_predict", "inner", "tie_weights", "scale_input", "draft_vocab", "shared"):
-        mine, its = getattr(asked, name), getattr(found, name)
+        mine, its = getattr(wanted, name), getattr(stored, name)
         if mine != its:
             rule = f"but its config.json says {its!r}"
             fix = "make the recipe agree, or use another head"

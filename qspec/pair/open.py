@@ -143,7 +143,7 @@ class LoadedPair:
         if len(prompts) not in self.batch_policies:
             self.batch_policies[len(prompts)] = [request_policy(length) for _ in prompts]
         policies = self.batch_policies[len(prompts)]
-        asked = [
+        batch = [
             Prompt(
                 prompt_tokens(self.model.tokenizer, prompt)[0],
                 max_new_tokens,
@@ -156,17 +156,19 @@ class LoadedPair:
         ]
         sampling = self._sampling(temperature, top_k, top_p)
         with ThreadPoolExecutor(1, "qspec-text") as worker:
-            told = (_numbered(i, on_text) for i in range(len(prompts)))
-            streams = [TextStream(self.model.tokenizer.decode, worker, one) for one in told]
-            found = run_batch(
+            callbacks = (_numbered(i, on_text) for i in range(len(prompts)))
+            streams = [TextStream(self.model.tokenizer.decode, worker, one) for one in callbacks]
+            generations = run_batch(
                 self.target,
-                asked,
+                batch,
                 sampling,
                 self.model.arch.eos_ids,
                 length.by_batch,
                 lambda i, tokens: streams[i].add(tokens),
             )
-            return [Completion(stream.finish(), answer, None) for stream, answer in zip(streams, found, strict=True)]
+            return [
+                Completion(stream.finish(), answer, None) for stream, answer in zip(streams, generations, strict=True)
+            ]
 
     def new_drafter(self) -> Drafter:
         """A drafter on the same draft weights, with a cache and a memory of its own."""
@@ -174,11 +176,11 @@ class LoadedPair:
 
     def _sampling(self, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
         """The recipe's, where nothing else is asked for."""
-        law = self.recipe.speculation
+        speculation = self.recipe.speculation
         return Sampling(
-            law.temperature if temperature is None else temperature,
-            law.top_k if top_k is None else top_k,
-            law.top_p if top_p is None else top_p,
+            speculation.temperature if temperature is None else temperature,
+            speculation.top_k if top_k is None else top_k,
+            speculation.top_p if top_p is None else top_p,
         )
 
     def _plain_step_seconds(self, prompt: list[int]) -> float:

@@ -25,20 +25,20 @@ class TextStream:
         self._tokens: list[int] = []
         self._last = (0, 0)  # where the tokens of the last piece begin and end
         self._shown = 0
-        self._told: deque[Future[None]] = deque()
+        self._pending: deque[Future[None]] = deque()
 
     def add(self, tokens: list[int]) -> None:
         self._tokens += tokens
         if self._on_text is None:
             return
-        while self._told and self._told[0].done():
-            self._told.popleft().result()
-        self._told.append(self._worker.submit(self._show, len(self._tokens)))
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+        self._pending.append(self._worker.submit(self._show, len(self._tokens)))
 
     def finish(self) -> str:
         """All of the text, after its last piece was told."""
-        while self._told:
-            self._told.popleft().result()
+        while self._pending:
+            self._pending.popleft().result()
         text = self._decode(self._tokens)
         self._tell(text[self._shown :])
         return text

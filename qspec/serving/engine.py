@@ -50,10 +50,10 @@ class Until:
         if self.reached:
             return ""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        self.reached = bool(found)
-        sure = min(found) if found else len(text) - self._open(text)
-        self._held = "" if found else text[sure:]
+        positions = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self.reached = bool(positions)
+        sure = min(positions) if positions else len(text) - self._open(text)
+        self._held = "" if positions else text[sure:]
         return text[:sure]
 
     def rest(self) -> str:
@@ -206,7 +206,7 @@ class Answers:
         with torch_beside(self.pair.target), ThreadPoolExecutor(1, "qspec-text") as worker:
             while self._admit(worker):
                 try:
-                    for number, error in self._batch.step(self._told).items():
+                    for number, error in self._batch.step(self._take).items():
                         self._drop(number, error)
                     self._settle()
                 except Exception as error:  # noqa: BLE001 (whoever waits is told, and the next are answered)
@@ -236,15 +236,15 @@ class Answers:
         return not self._closed
 
     def _begin(self, number: int, answer: Answer, worker: Executor) -> None:
-        until, told = Until(answer.stops), _Here() if answer.stops else worker
-        stream = TextStream(self.pair.model.tokenizer.decode, told, lambda piece: _hand_on(answer, until.add(piece)))
+        until, runs = Until(answer.stops), _Here() if answer.stops else worker
+        stream = TextStream(self.pair.model.tokenizer.decode, runs, lambda piece: _hand_on(answer, until.add(piece)))
         self._going[number] = _Going(answer, until, stream)
         if number not in self._places:
             self._places[number] = self._place()
         place = self._places[number]
         prompt = Prompt(answer.prompt, answer.most, randomness(answer.seed), place.drafter, place.policy)
         self._batch.join(number, place.target, prompt, answer.sampling, answer.ends)
-        self._told(number, self._batch.read(number))
+        self._take(number, self._batch.read(number))
 
     def _place(self) -> _Place:
         """A place on sequences of its own; the first one takes those that the pair has."""
@@ -255,7 +255,7 @@ class Answers:
         policy = request_policy(pair.recipe.speculation.draft_length)
         return _Place(cast("BatchLM", pair.target if own else pair.target.fork()), drafter, policy)
 
-    def _told(self, number: int, tokens: list[int]) -> None:
+    def _take(self, number: int, tokens: list[int]) -> None:
         going = self._going[number]
         for run in [[token] for token in tokens] if going.answer.stops else [tokens]:
             if not going.until.reached:

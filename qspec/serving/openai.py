@@ -47,11 +47,11 @@ def answer_to(answers: Answers, question: ApiRequest, loop: asyncio.AbstractEven
     if (most or 1) > room:
         value, rule = f"{len(prompt)} tokens and {most or 1} more", f"the context holds {pair.target.max_length}"
         raise RecipeError(value, rule, "shorten the prompt, or lower max_tokens")
-    law = pair.recipe.speculation
+    speculation = pair.recipe.speculation
     sampling = Sampling(
-        law.temperature if question.temperature is None else question.temperature,
-        law.top_k if question.top_k is None else max(0, question.top_k),
-        law.top_p if question.top_p is None else question.top_p,
+        speculation.temperature if question.temperature is None else question.temperature,
+        speculation.top_k if question.top_k is None else max(0, question.top_k),
+        speculation.top_p if question.top_p is None else question.top_p,
     )
     ends = frozenset(question.stop_token_ids) | set(() if question.ignore_eos else pair.model.arch.eos_ids)
     return answers.ask(Answer(loop, prompt, most or room, sampling, question.seed, ends, question.stop))
@@ -82,8 +82,8 @@ class Reply:
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         text = "".join([piece async for piece in answer])
-        said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return {**self._of(said, answer.reason), "usage": _usage(answer)}
+        content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        return {**self._of(content, answer.reason), "usage": _usage(answer)}
 
     async def events(self, answer: Answer, options: StreamOptions | None) -> AsyncIterator[dict[str, Any]]:
         """What a stream holds, in order, as the text comes."""
@@ -95,11 +95,11 @@ class Reply:
         if options is not None and options.include_usage:
             yield {**self._of({}), "choices": [], "usage": _usage(answer)}
 
-    def _of(self, said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    def _of(self, content: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         form = "text_completion"
         if self.chat:
-            form = "chat.completion" if "message" in said else "chat.completion.chunk"
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+            form = "chat.completion" if "message" in content else "chat.completion.chunk"
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
         return {"id": self.id, "object": form, "created": self.created, "model": self.model, "choices": [choice]}
 
 

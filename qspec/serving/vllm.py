@@ -68,15 +68,15 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
         rule = "vLLM stores it on x86 with AVX-512 or AMX only, and this CPU has neither"
         raise PairError(f"FP8 KV of {pair}", rule, "serve it elsewhere, or by qspec's own engine: --engine qspec")
     drafting = halves if draft else {"target": target}
-    _require_split(asked(more, "--tensor-parallel-size", "-tp"), drafting)
+    _require_split(option(more, "--tensor-parallel-size", "-tp"), drafting)
     float32 = manifest.validity.dtype == "float32"
     arguments = vllm_arguments(recipe, str(pair), target.plan.kv, float32=float32, draft=draft)
     if recipe.device == "cpu":
-        length = asked(more, "--max-model-len", default=recipe.speculation.max_length or target.arch.max_positions)
+        length = option(more, "--max-model-len", default=recipe.speculation.max_length or target.arch.max_positions)
         arguments += cpu_cache([(half.arch, half.plan.kv) for half in drafting.values()], length, more)
     results = measured(pair, manifest)
     unproven = ["nothing was measured of this pair"] if results is None else stale(manifest, results)
-    if draft and recipe.speculation.draft_length.by_batch and asked(more, "--data-parallel-size", "-dp") > 1:
+    if draft and recipe.speculation.draft_length.by_batch and option(more, "--data-parallel-size", "-dp") > 1:
         unproven.append("draft_length.by_batch is dropped by vLLM where requests are spread by --data-parallel-size")
     if sets is not None and _sums_in_16_bits(sets):
         int8 = " and the ".join(name for name, half in drafting.items() if _int8_inputs(half))
@@ -101,15 +101,15 @@ def cpu_cache(halves: Sequence[tuple[ArchMap, KVScheme | None]], length: int, mo
     return ["--kv-cache-memory-bytes", str(sequence * max(1, min(SEQUENCES, left // 2 // sequence)))]
 
 
-def asked(more: Sequence[str], *names: str, default: int = 1) -> int:
+def option(more: Sequence[str], *names: str, default: int = 1) -> int:
     """A number among the caller's own arguments, the last one given; `default` where it is not."""
-    found = default
+    last = default
     for argument, behind in zip(more, [*more, ""][1:], strict=True):
         name, equals, value = argument.partition("=")
         number = value if equals else behind
         if name.replace("_", "-") in names and re.fullmatch("[0-9]{1,9}", number):
-            found = int(number)
-    return found
+            last = int(number)
+    return last
 
 
 def _require_split(size: int, halves: Mapping[str, QuantizedModel]) -> None:

@@ -27,7 +27,7 @@ from qspec.speculation.types import Drafter, Generation, Sampling, StepRecord, S
 
 def rule_of(sampling: Sampling) -> DraftRule:
     """How the loop draws tokens under these settings."""
-    return Greedy() if sampling.greedy else Sampled(sampling.law)
+    return Greedy() if sampling.greedy else Sampled(sampling.probs)
 
 
 @torch.no_grad()
@@ -120,11 +120,13 @@ class _Running:
         """Tokens that may still come."""
         return 0 if self.tokens[-1] in self.eos_ids else self.prompt.max_new_tokens - len(self.tokens)
 
-    def take(self, tokens: list[int], drafts: int, stood: int, seconds: float) -> None:
+    def take(self, tokens: list[int], drafts: int, accepted_drafts: int, seconds: float) -> None:
         """A step's outcome; drafts behind a stop token or the end were not tested (`StepRecord`)."""
         accepted = len(tokens) - 1
         self.tokens += tokens
-        self.steps.append(StepRecord(drafts if accepted == stood else accepted, accepted, 0.0, seconds, 0.0, drafts))
+        self.steps.append(
+            StepRecord(drafts if accepted == accepted_drafts else accepted, accepted, 0.0, seconds, 0.0, drafts)
+        )
         self.newest = perf_counter()
 
     def result(self) -> Generation:
@@ -199,10 +201,10 @@ def _interval(loop: CudaLoop, going: dict[int, _Running], drafts: int, emit: Cal
             uniforms_SBU[:, slot] = _uniforms(loop, request.prompt, uniforms_SBU[:, slot].numel()).view(steps, -1)
         loop.feed(uniforms_SBU)
     loop.run(drafts, batch, steps)
-    tokens, stood = loop.read(batch, steps)
+    tokens, accepted = loop.read(batch, steps)
     seconds = (perf_counter() - begin) / max(1, sum(bool(step) for slot in going for step in tokens[slot]))
     for slot, request in going.items():
-        for committed, count in zip(tokens[slot], stood[slot], strict=True):
+        for committed, count in zip(tokens[slot], accepted[slot], strict=True):
             if committed:
                 request.take(committed, drafts, count, seconds)
                 emit(request.number, committed)

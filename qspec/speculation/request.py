@@ -108,13 +108,13 @@ class Request:
         """What stands, from logits behind the newest token and behind every draft."""
         if self.sampling.greedy:
             return self.verify_best(proposal, logits_K1V.argmax(-1))
-        laws_K1V = self.sampling.law(logits_K1V)
+        probs_K1V = self.sampling.probs(logits_K1V)
         if isinstance(self.generator, Repeatable):
             ahead = (0, *(depth + 1 for depth in depths(proposal.parents)))
-            positions, size = [len(self.context) + depth for depth in ahead], laws_K1V.shape[-1]
-            return self.verify_best(proposal, self.generator.choose(laws_K1V, positions, size, slice(size)))
+            positions, size = [len(self.context) + depth for depth in ahead], probs_K1V.shape[-1]
+            return self.verify_best(proposal, self.generator.choose(probs_K1V, positions, size, slice(size)))
         uniforms_K1 = draw_uniforms(len(logits_K1V), self.generator).to(logits_K1V.device)
-        return _verdict(proposal, *_sampled(proposal, laws_K1V, uniforms_K1))
+        return _verdict(proposal, *_sampled(proposal, probs_K1V, uniforms_K1))
 
     def verify_best(self, proposal: Proposal, best_K1: Tensor) -> Verdict:
         """`verify` where each row has one token that may stand: of greedy decoding its arg-max."""

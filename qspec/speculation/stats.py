@@ -125,7 +125,7 @@ def intervals_by_position(steps: Sequence[StepRecord]) -> tuple[tuple[float, flo
     """95 % Wilson intervals of `acceptance_by_position`."""
     longest = max((s.drafted for s in steps), default=0)
     reached = [[s.accepted > i for s in steps if s.drafted > i] for i in range(longest)]
-    return tuple(wilson_interval(sum(stood), len(stood)) for stood in reached)
+    return tuple(wilson_interval(sum(outcomes), len(outcomes)) for outcomes in reached)
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def teacher_forced_betas(
         logits.append(lm.forward(torch.tensor(text), last=rows))
     width = target.vocab_size
     q_TV = pad(logits[1][:, :width], (0, max(0, width - draft.vocab_size)), value=float("-inf"))
-    return sum_of_minima(sampling.law(logits[0]), sampling.law(q_TV.to(logits[0])))
+    return sum_of_minima(sampling.probs(logits[0]), sampling.probs(q_TV.to(logits[0])))
 
 
 def _verify_costs(steps: Sequence[StepRecord], t_plain_step: float) -> dict[int, float]:

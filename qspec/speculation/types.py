@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qspec.errors import RecipeError
 from qspec.nn.lm import LM
-from qspec.numerics.speculation.probs import exponentials, fits_float32, race, sample, target_law
+from qspec.numerics.speculation.probs import exponentials, fits_float32, race, sample, target_probs
 from qspec.numerics.speculation.trees import Tree
 
 
@@ -37,9 +37,9 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def law(self, logits_TV: Tensor) -> Tensor:
+    def probs(self, logits_TV: Tensor) -> Tensor:
         """Laws `[T, V]` that tokens are drawn from; the same for target and draft."""
-        return target_law(logits_TV, self.temperature, self.top_k, self.top_p)
+        return target_probs(logits_TV, self.temperature, self.top_k, self.top_p)
 
 
 def draw_uniforms(n: int, generator: torch.Generator) -> Tensor:
@@ -173,14 +173,14 @@ class Ask(NamedTuple):
     generator: Randomness
     more: More | None = None
 
-    def draw(self, law_1V: Tensor, ahead: int, size: int, ids: Tensor | slice) -> tuple[Tensor, Tensor | None]:
+    def draw(self, probs_1V: Tensor, ahead: int, size: int, ids: Tensor | slice) -> tuple[Tensor, Tensor | None]:
         """A draft token `[1]`, `ahead` places behind the context's end, as a place in its law; and the law.
 
         The law covers `ids` of a vocabulary of `size`. It is None where verification does not need it (`Repeatable`).
         """
         if isinstance(self.generator, Repeatable):
-            return self.generator.choose(law_1V, [len(self.context) + ahead], size, ids), None
-        return sample(law_1V, draw_uniforms(1, self.generator)), law_1V
+            return self.generator.choose(probs_1V, [len(self.context) + ahead], size, ids), None
+        return sample(probs_1V, draw_uniforms(1, self.generator)), probs_1V
 
 
 @runtime_checkable

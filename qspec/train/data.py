@@ -97,9 +97,9 @@ def both_stages(target: Path, tokenizer: Tokenizer, spec: TrainingData, seed: in
     """Text and answers of the quantized model in the folder `target`."""
     text, prompts = text_parts(spec, tokenizer, seed), prompt_parts(spec, tokenizer, seed)
     same = {"target": sha256_folder(target), "top": spec.top, "states": spec.states}
-    asked = {"prompts": digest_of(prompts), "seed": seed, "batch": spec.batch}
-    asked |= {"greedy": spec.greedy, "answer_tokens": spec.answer_tokens}
-    return Stage(TEXT, text, same | {"text": digest_of(text)}), Stage(ANSWERS, prompts, same | asked)
+    generated = {"prompts": digest_of(prompts), "seed": seed, "batch": spec.batch}
+    generated |= {"greedy": spec.greedy, "answer_tokens": spec.answer_tokens}
+    return Stage(TEXT, text, same | {"text": digest_of(text)}), Stage(ANSWERS, prompts, same | generated)
 
 
 def made_data(
@@ -164,8 +164,8 @@ def read_rows(lm: StatefulLM, rows: Sequence[list[int]], spec: TrainingData) -> 
     for row in rows:
         lm.truncate(0)
         tokens_T = torch.tensor(row)
-        laws = _likeliest(lm.forward(tokens_T), spec.top)
-        yield Rollout(tokens_T, lm.hidden(len(row)).half(), *laws)
+        likeliest = _likeliest(lm.forward(tokens_T), spec.top)
+        yield Rollout(tokens_T, lm.hidden(len(row)).half(), *likeliest)
 
 
 def short_prompts(spec: TrainingData, tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
@@ -207,18 +207,18 @@ class _Answer:
     prompt: list[int]
     tokens: list[int]
     hidden: list[Tensor]
-    laws: list[tuple[Tensor, Tensor]]
+    likeliest: list[tuple[Tensor, Tensor]]
     next: int = -1
 
     def take(self, logits_1V: Tensor, uniform_1: Tensor, top: int) -> None:
         """Note the newest row and choose the token behind it."""
         self.hidden.append(self.lm.hidden().half())
-        self.laws.append(_likeliest(logits_1V, top))
+        self.likeliest.append(_likeliest(logits_1V, top))
         drawn = logits_1V.argmax(-1) if self.greedy else sample(logits_1V.softmax(-1), uniform_1)
         self.next = int(drawn)
 
     def finished(self) -> Rollout:
-        ids, probs = zip(*self.laws, strict=True)
+        ids, probs = zip(*self.likeliest, strict=True)
         tokens_T, prompt_P = torch.tensor(self.tokens), torch.tensor(self.prompt, dtype=torch.int32)
         return Rollout(tokens_T, torch.cat(self.hidden), torch.cat(ids), torch.cat(probs), self.greedy, prompt_P)
 

@@ -122,8 +122,8 @@ class HeadLearner:
     def backward(self, data: HeadData, starts_T: Tensor, loss: Loss) -> float:
         batch, total = data.batch(starts_T, self.module.shape.n_predict), torch.zeros(())
         for i, logits_TD in enumerate(self.module(batch.hidden_TH, batch.tokens_TN)):
-            law = batch.ids_TNK[:, i], batch.probs_TNK[:, i]
-            total = total + loss_of(loss, logits_TD, batch.labels_TN[:, i], *law)
+            likeliest = batch.ids_TNK[:, i], batch.probs_TNK[:, i]
+            total = total + loss_of(loss, logits_TD, batch.labels_TN[:, i], *likeliest)
         total.backward()
         return float(total.detach())
 

@@ -137,13 +137,13 @@ def train(
         if course.step % spec.evaluate_every and course.step != course.total:
             continue
         course.seconds = perf_counter() - start
-        found = learner.judge(judged)
-        if _note(course, found, rate, loss_sum / since):
+        judgement = learner.judge(judged)
+        if _note(course, judgement, rate, loss_sum / since):
             best = _weights(module)
         loss_sum, since = 0.0, 0
         if rank == 0:
             kept.keep("checkpoint", key, partial(_save, module, best, optimizer, course))
-            progress.say(_line(course, found))
+            progress.say(_line(course, judgement))
     module.load_state_dict(best, strict=False)
     return course
 
@@ -172,7 +172,7 @@ def _require_shares(data: Data, spec: TrainingSpec, world: int) -> None:
         raise RecipeError(f"training.batch {spec.batch}", rule, "raise it, give more data, or start fewer processes")
 
 
-def _note(course: Course, found: Judgement, rate: float, loss: float) -> bool:
+def _note(course: Course, judgement: Judgement, rate: float, loss: float) -> bool:
     """Add a point to the curve; whether it is the best so far."""
     course.curve.append(
         {
@@ -181,14 +181,14 @@ def _note(course: Course, found: Judgement, rate: float, loss: float) -> bool:
             "seconds": round(course.seconds, 1),
             "rate": rate,
             "loss": round(loss, 4) if course.step else None,
-            "score": round(found.score, 4),
-            "sampled": [round(x, 4) for x in found.sampled],
-            "greedy": [round(x, 4) for x in found.greedy],
+            "score": round(judgement.score, 4),
+            "sampled": [round(x, 4) for x in judgement.sampled],
+            "greedy": [round(x, 4) for x in judgement.greedy],
         }
     )
-    if found.score <= course.best:
+    if judgement.score <= course.best:
         return False
-    course.best, course.best_step = found.score, course.step
+    course.best, course.best_step = judgement.score, course.step
     return True
 
 
@@ -268,10 +268,10 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
 
 
-def _line(course: Course, found: Judgement) -> str:
+def _line(course: Course, judgement: Judgement) -> str:
     left = course.seconds / course.step * (course.total - course.step)
-    sampled, greedy = (" ".join(f"{x:.3f}" for x in alphas) for alphas in (found.sampled, found.greedy))
+    sampled, greedy = (" ".join(f"{x:.3f}" for x in alphas) for alphas in (judgement.sampled, judgement.greedy))
     return (
         f"step {course.step} of {course.total}: held-out overlap {sampled}, agreement {greedy}, "
-        f"{found.score:.3f} tokens per step; {left / 60:.0f} min left"
+        f"{judgement.score:.3f} tokens per step; {left / 60:.0f} min left"
     )

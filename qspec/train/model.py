@@ -122,12 +122,12 @@ def choose_layers(
     """The `count` layers that stay, rising, and those that went, in that order. Holds the model in float32."""
     whole = Decoder.from_float(model, torch.float32, max(map(len, texts)))
     tokens = [torch.tensor(text) for text in texts]
-    laws = [whole.with_layers(range(model.arch.n_layers)).forward(tokens_T).log_softmax(-1) for tokens_T in tokens]
+    log_probs = [whole.with_layers(range(model.arch.n_layers)).forward(tokens_T).log_softmax(-1) for tokens_T in tokens]
     kept, dropped = list(range(model.arch.n_layers)), list[Dropped]()
     for _ in progress.track(range(len(kept) - count), "drop layers", unit="layer"):
         totals_N = torch.zeros(len(kept))
-        for tokens_T, law_TV in zip(tokens, laws, strict=True):
-            totals_N += _without_each(whole, kept, tokens_T, law_TV)
+        for tokens_T, log_probs_TV in zip(tokens, log_probs, strict=True):
+            totals_N += _without_each(whole, kept, tokens_T, log_probs_TV)
         kls = (totals_N / sum(map(len, tokens))).tolist()
         at, *others = sorted(range(len(kept)), key=kls.__getitem__)
         dropped.append(Dropped(kept[at], kls[at]))
@@ -137,15 +137,15 @@ def choose_layers(
     return tuple(kept), dropped
 
 
-def _without_each(whole: Decoder, kept: Sequence[int], tokens_T: Tensor, law_TV: Tensor) -> Tensor:
+def _without_each(whole: Decoder, kept: Sequence[int], tokens_T: Tensor, log_probs_TV: Tensor) -> Tensor:
     """Sum of the KL divergences of a text without each of the layers that are left `[layers]`."""
-    x_TH, found = whole.embed(tokens_T), list[Tensor]()
+    x_TH, losses = whole.embed(tokens_T), list[Tensor]()
     for i, layer in enumerate(kept):
         rest = whole.with_layers(kept[i + 1 :])
         short_TV = rest.run_head(rest.run_layers(x_TH)).log_softmax(-1)
-        found.append(F.kl_div(short_TV, law_TV, reduction="sum", log_target=True))
+        losses.append(F.kl_div(short_TV, log_probs_TV, reduction="sum", log_target=True))
         x_TH = whole.with_layers([layer]).run_layers(x_TH)
-    return torch.stack(found)
+    return torch.stack(losses)
 
 
 FACTS = "distillation.json"
@@ -172,9 +172,9 @@ def distill(recipe: Recipe, draft: ModelDraft, model: LoadedModel, half: Path, o
     text, answers, judged = map(SequenceData, (data.text, data.answers, data.judged))
     course = train(learner, (text, answers), judged, spec, recipe.seed, out / "training", progress, data.key)
     if rank_and_world()[0] == 0:
-        said = facts(recipe.seed, spec, target, course) | {"layers": chosen}
-        said["rows"] = {name: part.rows for name, part in zip(PARTS, (text, answers, judged), strict=True)}
-        _export(recipe, learner, short, out / "draft", said, course)
+        record = facts(recipe.seed, spec, target, course) | {"layers": chosen}
+        record["rows"] = {name: part.rows for name, part in zip(PARTS, (text, answers, judged), strict=True)}
+        _export(recipe, learner, short, out / "draft", record, course)
     barrier()
     progress.close()
     return out / "draft"
@@ -186,16 +186,16 @@ def _layers(
     """Which layers stay, and why."""
     layers = spec.layers if isinstance(spec.layers, int) else list(spec.layers)
     texts = rows[: max(1, spec.layer_tokens // len(rows[0]))]
-    asked = {"asked": layers, "texts": digest_of(texts), "model": model.source.get("sha256")}
+    key = {"asked": layers, "texts": digest_of(texts), "model": model.source.get("sha256")}
 
     def choose() -> dict[str, Any]:
         if not isinstance(layers, int):
-            return asked | {"kept": layers, "dropped": []}
+            return key | {"kept": layers, "dropped": []}
         progress.stage(f"choose {layers} of {model.arch.n_layers} layers")
         stay, dropped = choose_layers(model, texts, layers, progress)
-        return asked | {"kept": list(stay), "dropped": [asdict(one) for one in dropped]}
+        return key | {"kept": list(stay), "dropped": [asdict(one) for one in dropped]}
 
-    return dict(kept.value("layers", asked, choose))
+    return dict(kept.value("layers", key, choose))
 
 
 def _trainable(short: LoadedModel, spec: DistillSpec, kept: Kept, chosen: dict[str, Any]) -> Any:
@@ -211,7 +211,7 @@ def _trainable(short: LoadedModel, spec: DistillSpec, kept: Kept, chosen: dict[s
 
 
 def _export(
-    recipe: Recipe, learner: ModelLearner, short: LoadedModel, out: Path, said: dict[str, Any], course: Course
+    recipe: Recipe, learner: ModelLearner, short: LoadedModel, out: Path, record: dict[str, Any], course: Course
 ) -> None:
     """The trained draft with the target's tokenizer and the config of its layers, and what it says of itself."""
     with staged_dir(out) as part:
@@ -221,5 +221,5 @@ def _export(
         trained = replace(short, tensors=load_folder(written).tensors)
         compressed.write_float(trained, part, stored_dtype(recipe, short))
         shutil.rmtree(written)
-        (part / FACTS).write_text(json.dumps(said, indent=1) + "\n")
+        (part / FACTS).write_text(json.dumps(record, indent=1) + "\n")
         (part / CURVE).write_text(course.lines)

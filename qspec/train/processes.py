@@ -40,10 +40,10 @@ def first_makes(make: Callable[[], R]) -> R:
     rank, _ = rank_and_world()
     if rank:
         barrier()
-    found = make()
+    made = make()
     if not rank:
         barrier()
-    return found
+    return made
 
 
 def average(values: Sequence[Tensor], weight: float = 1.0) -> None:

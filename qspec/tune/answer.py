@@ -54,11 +54,11 @@ def answer(space: Space, model: Model, budget: BudgetSpec, context: int | None =
         for target, draft in space.pairs
         for gamma in space.lengths(draft)
     )
-    found = Answer(every, budget, {1: 0})
-    if found.chosen.gamma == 0:
-        return found
-    pair = found.chosen.target, found.chosen.draft
-    return replace(found, by_batch=model.schedule(*pair, space.lengths(pair[1]), space.spec.batches))
+    predicted = Answer(every, budget, {1: 0})
+    if predicted.chosen.gamma == 0:
+        return predicted
+    pair = predicted.chosen.target, predicted.chosen.draft
+    return replace(predicted, by_batch=model.schedule(*pair, space.lengths(pair[1]), space.spec.batches))
 
 
 def pick(every: Sequence[Prediction], budget: BudgetSpec) -> tuple[Prediction, bool]:
@@ -79,19 +79,19 @@ def within(prediction: Prediction, budget: BudgetSpec) -> bool:
 def sentence(chosen: Prediction, every: Sequence[Prediction], budget: BudgetSpec, fits: bool) -> str:
     """Why this one: against the best plain one, and what the budget keeps out."""
     sure = f"{1 / chosen.ci[1]:.1f} to {1 / chosen.ci[0]:.1f}" if useful(chosen.ci) else "the times spread too far"
-    told = f"{chosen.name}: {1 / chosen.seconds:.1f} tokens/s predicted ({sure})"
-    told += f", KL {chosen.kl:.4f}, first token after {chosen.ttft:.2f} s, {chosen.memory / 1e6:.0f} MB"
+    text = f"{chosen.name}: {1 / chosen.seconds:.1f} tokens/s predicted ({sure})"
+    text += f", KL {chosen.kl:.4f}, first token after {chosen.ttft:.2f} s, {chosen.memory / 1e6:.0f} MB"
     plain = min((p for p in every if p.gamma == 0 and p.target == chosen.target), key=lambda p: p.seconds, default=None)
     if plain is not None and chosen.gamma:
-        told += f"; {plain.seconds / chosen.seconds:.2f} times the same target alone"
+        text += f"; {plain.seconds / chosen.seconds:.2f} times the same target alone"
     if not fits:
         names = ("", "max_kl", "ttft_s", "memory_gb")
         pairs = zip(names, chosen.limited, limits(budget), strict=True)
         over = ", ".join(f"{n} {limit:g} (here {value:.4g})" for n, value, limit in pairs if limit and value > limit)
-        return f"Nothing meets the budget {over}; the nearest is {told}."
+        return f"Nothing meets the budget {over}; the nearest is {text}."
     faster = min(every, key=lambda p: p.seconds)
     if faster.seconds < chosen.seconds:
-        told += (
+        text += (
             f"; {faster.name} would be faster ({1 / faster.seconds:.1f}) but is over the budget (KL {faster.kl:.4f})"
         )
-    return told + "."
+    return text + "."

@@ -30,9 +30,9 @@ Rate = tuple[float, tuple[float, float] | None]
 def finalists(answer: Answer, most: int, also: Collection[tuple[str, str]] = ()) -> list[Prediction]:
     """Whom to run: the choice, the pairs of `also`, the front, the fastest other pairs; each at its best length."""
     front = [p for p in answer.front if p.seconds <= 2 * answer.chosen.seconds]
-    asked = [[p for p in answer.every if (p.target, p.draft) == pair] for pair in also]
-    told = [min(found, key=lambda p: p.seconds) for found in asked if found]  # the others were pruned
-    listed = dict.fromkeys([answer.chosen, *told, *front])
+    named = [[p for p in answer.every if (p.target, p.draft) == pair] for pair in also]
+    best = [min(rows, key=lambda p: p.seconds) for rows in named if rows]  # the others were pruned
+    listed = dict.fromkeys([answer.chosen, *best, *front])
     seen: set[tuple[str, str]] = {(p.target, p.draft) for p in listed}
     for p in sorted(answer.every, key=lambda p: p.seconds):
         if (p.target, p.draft) not in seen:
@@ -53,12 +53,12 @@ def confirm(
     facts = [sorted(arms), [r.tokens for r in requests], {**recipe.as_dict(), "budget": None}]
     spec = recipe.timing.model_copy(update={"temperatures": (recipe.speculation.temperature,)})
     every = list(product(spec.temperatures, range(spec.repeats), range(len(requests))))
-    found = {one: entry.value for one in every if (entry := kept.find("runs", [facts, one]))}
-    runs = measure(arms, requests, recipe.model_copy(update={"benchmark": spec}), eos_ids, progress, found)
+    fields_of = {one: entry.value for one in every if (entry := kept.find("runs", [facts, one]))}
+    runs = measure(arms, requests, recipe.model_copy(update={"benchmark": spec}), eos_ids, progress, fields_of)
     for one, group in groupby(runs, lambda r: (r.temperature, r.repeat, r.prompt)):
-        found[one] = kept.value("runs", [facts, one], partial(_fields, list(group)))
-    told = [_run(fields) for one in every for fields in found[one]]
-    return {name: [run for run in told if run.arm == name] for name in arms}
+        fields_of[one] = kept.value("runs", [facts, one], partial(_fields, list(group)))
+    every_run = [_run(fields) for one in every for fields in fields_of[one]]
+    return {name: [run for run in every_run if run.arm == name] for name in arms}
 
 
 def speed_of(runs: Sequence[Run]) -> Rate:
@@ -88,9 +88,9 @@ def _fields(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _run(fields: dict[str, Any]) -> Run:
-    told = fields["generation"]
-    steps = [StepRecord(**step) for step in told["steps"]]
-    return Run(**fields | {"generation": Generation(**told | {"steps": steps})})
+    generation = fields["generation"]
+    steps = [StepRecord(**step) for step in generation["steps"]]
+    return Run(**fields | {"generation": Generation(**generation | {"steps": steps})})
 
 
 BACKEND = "qspec"
@@ -100,7 +100,7 @@ Tasks = Mapping[str, tuple[TaskResult, ...]]
 """By target."""
 
 
-def asked(answer: Answer, most: int) -> list[str]:
+def targets_to_score(answer: Answer, most: int) -> list[str]:
     """Targets of the choice and the front, at most so many."""
     return list(dict.fromkeys(p.target for p in (answer.chosen, *answer.front)))[:most]
 
@@ -119,11 +119,11 @@ def measure_tasks(pieces: Pieces, targets: Sequence[str]) -> Tasks:
 
     def kept(target: str, index: int) -> TaskResult:
         task, settings = tasks[index], pieces.setting([target])
-        found = pieces.kept.value(
+        fields = pieces.kept.value(
             "task",
             [task.model_dump(mode="json"), settings],
             lambda: compare(task, BACKEND, scores(ORIGINAL, index), scores(target, index)).model_dump(mode="json"),
         )
-        return TaskResult.model_validate(found)
+        return TaskResult.model_validate(fields)
 
     return {target: tuple(kept(target, index) for index in range(len(tasks))) for target in targets}

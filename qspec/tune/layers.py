@@ -23,7 +23,7 @@ from qspec.schema.tuning import LayersSpec, head_parts, with_head
 from qspec.schemes.build import build_plan
 from qspec.speculation.types import Sampling
 from qspec.tune.measure import Pieces
-from qspec.tune.pieces import Json, answer_logits, laws
+from qspec.tune.pieces import Json, answer_logits, distributions
 from qspec.tune.predict import DraftPiece, Model, Passes, pass_seconds
 
 V = TypeVar("V")
@@ -66,7 +66,7 @@ def ladders(space: Space) -> list[Ladder]:
 
     A rule gives a layer another scheme and group size; what else a form sets, its draft's others must set alike.
     """
-    found = []
+    lowerable = []
     for kind, kv in dict.fromkeys((form.kind, form.kv) for form in space.forms):
         same = [form for form in space.forms if (form.kind, form.kv) == (kind, kv)]
         finest = max(same, key=lambda form: _read(space, form))
@@ -74,8 +74,8 @@ def ladders(space: Space) -> list[Ladder]:
         layers = sorted((f for f in alike if f.head == finest.head), key=lambda f: -_read(space, f))
         heads = sorted((f for f in alike if f.scheme == finest.scheme), key=lambda f: -_read(space, f))
         if finest in alike and (len(layers) > 1 or len(heads) > 1):
-            found.append(Ladder(tuple(layers), tuple(heads)))
-    return found
+            lowerable.append(Ladder(tuple(layers), tuple(heads)))
+    return lowerable
 
 
 def _read(space: Space, form: Form) -> float:
@@ -110,14 +110,14 @@ class Lowering:
     def __init__(self, pieces: Pieces, model: Model, ladder: Ladder, target: str) -> None:
         self._pieces, self._model, self._ladder, self._target = pieces, model, ladder, target
         self._halves = pieces.halves
-        asked = pieces.sampling
-        self._law = Sampling(asked.temperature or 1.0, asked.top_k, asked.top_p)
+        sampling = pieces.sampling
+        self._sampling = Sampling(sampling.temperature or 1.0, sampling.top_k, sampling.top_p)
         self._names = self._halves.model(ladder.layers[0].label).arch.layers
 
     def search(self, spec: LayersSpec) -> Lowered:
         """First order: every unit alone, at every level. Then in the order of loss per second saved, measured."""
         self._pieces.progress.stage(f"layers of {self._ladder.name} beside {self._target}")
-        losses = single_losses(self._counts, lambda levels: self._said(levels)["acceptance"])
+        losses = single_losses(self._counts, lambda levels: self._distributions(levels)["acceptance"])
         stops = descend(path(losses, self._costs), self._measured, spec.floor, spec.patience)
         chosen = best(stops, spec.floor)
         sizes = tuple(self._total(stop.levels, self._sizes) for stop in stops)
@@ -168,7 +168,7 @@ class Lowering:
             for b, at in first.passes.items()
         }
         prompts = [_sum(weights, [p.prompts[text] for p in pieces]) for text in range(len(first.prompts))]
-        return DraftPiece(passes, self._said(levels), prompts)
+        return DraftPiece(passes, self._distributions(levels), prompts)
 
     @property
     def _counts(self) -> list[int]:
@@ -203,9 +203,9 @@ class Lowering:
         model = self._model.with_draft(self._ladder.name, self.piece(levels))
         lengths = self._halves.space.spec.lengths
         seconds = min(model.seconds(self._target, self._ladder.name, gamma) for gamma in lengths)
-        return self._said(levels)["acceptance"], 1 / seconds
+        return self._distributions(levels)["acceptance"], 1 / seconds
 
-    def _said(self, levels: Levels) -> Json:
+    def _distributions(self, levels: Levels) -> Json:
         """What a mix says, and its acceptance: the mean overlap with the target's law, at temperature 1 if greedy.
 
         The overlap moves with every layer, where agreement of likeliest tokens jumps.
@@ -221,18 +221,18 @@ class Lowering:
 
             def watched() -> Iterator[Tensor]:
                 for p_TV, logits_TV in zip(self._wanted, answer_logits(lm, pieces.texts), strict=True):
-                    overlaps.append(sum_of_minima(p_TV, self._law.law(logits_TV)))
+                    overlaps.append(sum_of_minima(p_TV, self._sampling.probs(logits_TV)))
                     yield logits_TV
 
-            found = laws(watched(), pieces.sampling)
-            return found | {"acceptance": float(torch.cat(overlaps).mean())}
+            answers = distributions(watched(), pieces.sampling)
+            return answers | {"acceptance": float(torch.cat(overlaps).mean())}
 
         return dict(pieces.kept.value("layers", facts, make))
 
     @cached_property
     def _wanted(self) -> list[Tensor]:
         lm = self._halves.decoder(self._target)
-        return [self._law.law(logits_TV) for logits_TV in answer_logits(lm, self._pieces.texts)]
+        return [self._sampling.probs(logits_TV) for logits_TV in answer_logits(lm, self._pieces.texts)]
 
 
 def _routed(every: Sequence[Mapping[str, V]], source: Callable[[str], Mapping[str, V]]) -> View[V]:
@@ -240,15 +240,15 @@ def _routed(every: Sequence[Mapping[str, V]], source: Callable[[str], Mapping[st
     return View((n for one in every for n in one if n in source(n)), lambda name: source(name)[name])
 
 
-def as_data(found: Lowered) -> dict[str, Any]:
+def as_data(lowered: Lowered) -> dict[str, Any]:
     """JSON types only: the curve, and the chosen state by unit."""
-    rows = zip(found.stops, found.sizes, found.seconds, strict=True)
-    names = [form.scheme for form in found.ladder.layers], [form.head for form in found.ladder.heads]
+    rows = zip(lowered.stops, lowered.sizes, lowered.seconds, strict=True)
+    names = [form.scheme for form in lowered.ladder.layers], [form.head for form in lowered.ladder.heads]
     return {
-        "draft": found.ladder.name,
-        "target": found.target,
+        "draft": lowered.ladder.name,
+        "target": lowered.target,
         "levels": {"layers": names[0], "head": names[1]},
-        "chosen": list(found.chosen.levels),
+        "chosen": list(lowered.chosen.levels),
         "curve": [
             {
                 "levels": list(stop.levels),

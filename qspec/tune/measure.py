@@ -26,8 +26,8 @@ from qspec.tune.pieces import (
     Texts,
     answer_logits,
     bookkeeping,
+    distributions,
     draft_runs,
-    laws,
     pass_times,
     prompt_seconds,
 )
@@ -74,8 +74,8 @@ class Pieces:
             for prompt in self.progress.track(self._prompts, "answers of the original", len(self._prompts)):
                 generator = torch.Generator().manual_seed(self._recipe.seed)
                 original = self.halves.original
-                said = generate(original, None, None, prompt, self._spec.tokens, Sampling(), (), generator)
-                answers.append(said.tokens)
+                generation = generate(original, None, None, prompt, self._spec.tokens, Sampling(), (), generator)
+                answers.append(generation.tokens)
             return {"answers": answers}
 
         settings = [self._source, self._prompts, self._spec.tokens]
@@ -103,13 +103,13 @@ class Pieces:
     def setting(self, names: Iterable[str]) -> Any:
         """What decides a piece of these halves."""
 
-        def told(name: str) -> Any:
+        def facts(name: str) -> Any:
             model, size = self.halves.model(name), self.halves.draft_vocab(name)
-            said = [self.halves.spec(name).model_dump(mode="json"), dict(model.source), model.arch.n_layers]
+            own = [self.halves.spec(name).model_dump(mode="json"), dict(model.source), model.arch.n_layers]
             ids = [size, self._recipe.calibration.model_dump(mode="json"), self._recipe.seed]
-            return [*said, ids] if size else said
+            return [*own, ids] if size else own
 
-        specs = {name: told(name) for name in names}
+        specs = {name: facts(name) for name in names}
         return [self._source, specs, self._machine, self.halves.engine]
 
     def _times(self) -> Json:
@@ -141,11 +141,11 @@ class Pieces:
         def make() -> Json:
             self.progress.stage(f"accuracy of {name}")
             halves = self.halves
-            lm, told = halves.decoder(name), Json(kl=math.nan, kl_ci=None, top1=math.nan)
+            lm, harm = halves.decoder(name), Json(kl=math.nan, kl_ci=None, top1=math.nan)
             if fidelity is not None:
-                found = measure_fidelity(halves.original, lm, halves.target.tokenizer, fidelity, self.progress)[0]
-                told = {"kl": found.kl.value, "kl_ci": found.kl.ci, "top1": found.top1_agreement.value}
-            return told | {"law": laws(answer_logits(lm, text), self.sampling)}
+                measured = measure_fidelity(halves.original, lm, halves.target.tokenizer, fidelity, self.progress)[0]
+                harm = {"kl": measured.kl.value, "kl_ci": measured.kl.ci, "top1": measured.top1_agreement.value}
+            return harm | {"law": distributions(answer_logits(lm, text), self.sampling)}
 
         settings = [self.setting([name]), fidelity and fidelity.model_dump(mode="json"), text, asdict(self.sampling)]
         kept = self.kept.value("target", settings, make)
@@ -163,17 +163,17 @@ class Pieces:
             return DraftPiece(runs={"": kept}, seconds=kept["seconds"])
         if draft.drafts_from == "states":
             targets = [target for target, drafts in self.halves.space.pairs if drafts == name]
-            told = {t: self._timed.value("head", [*settings, self.setting([t])], self._head(t, draft)) for t in targets}
-            seconds = sum(kept["seconds"] for kept in told.values()) / max(1, len(told))
-            return DraftPiece(runs=told, seconds=seconds, per_token=True)
+            runs = {t: self._timed.value("head", [*settings, self.setting([t])], self._head(t, draft)) for t in targets}
+            seconds = sum(kept["seconds"] for kept in runs.values()) / max(1, len(runs))
+            return DraftPiece(runs=runs, seconds=seconds, per_token=True)
 
         def make() -> Json:
             self.progress.stage(f"answers of {name}")
-            return laws(answer_logits(self.halves.decoder(name), text), self.sampling)
+            return distributions(answer_logits(self.halves.decoder(name), text), self.sampling)
 
-        law = self.kept.value("draft", [*settings, self.setting([name])], make)
+        probs = self.kept.value("draft", [*settings, self.setting([name])], make)
         begun = [([*prompt, *answer[:1]], answer) for prompt, answer in text]
-        return DraftPiece(passes, law, self._prompt_seconds(name, begun))
+        return DraftPiece(passes, probs, self._prompt_seconds(name, begun))
 
     def _prompt_seconds(self, name: str, texts: Texts) -> list[float]:
         def make() -> Json:

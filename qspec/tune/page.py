@@ -126,20 +126,20 @@ class Outcome:
         middle, worst = self.errors
         chosen = self.chosen
         speed, _ = chosen.reported or (chosen.speed, None)
-        said = (
+        text = (
             f"{self.answer.why} Of {len(self.confirmed)} combinations that were run, {chosen.prediction.name} is the "
             f"choice: {speed:.1f} tokens/s measured on prompts that did not choose it, {chosen.predicted:.1f} "
             f"predicted. Predictions missed by {percent(middle)} (median) and {percent(worst)} (worst); "
             f"{percent(self.coverage, 0)} of the measured speeds lie in their predicted interval, widened by the "
             "errors of the others."
         )
-        return f"{said} {self.warning}" if self.warning else said
+        return f"{text} {self.warning}" if self.warning else text
 
     def _recovers(self, target: str) -> bool:
         """Whether no task that was measured falls below the budget's recovery."""
         least = self.answer.budget.min_recovery or 0.0
-        asked = [task for task in self.tasks.get(target, ()) if task_evidence(task).chance is None]
-        return all(task.recovery is None or task.recovery >= least for task in asked)
+        tasks = [task for task in self.tasks.get(target, ()) if task_evidence(task).chance is None]
+        return all(task.recovery is None or task.recovery >= least for task in tasks)
 
     @cached_property
     def _missed(self) -> tuple[list[float], list[float]]:
@@ -151,77 +151,77 @@ def _half(p: Prediction) -> float:
     return math.log(p.ci[1] / p.ci[0]) / 2
 
 
-def as_data(found: Outcome) -> dict[str, Any]:
+def as_data(result: Outcome) -> dict[str, Any]:
     """JSON types only."""
-    middle, worst = found.errors
+    middle, worst = result.errors
     return {
-        "why": found.why,
-        "chosen": _confirmed(found, found.chosen),
-        "schedule": [list(entry) for entry in found.answer.schedule],
+        "why": result.why,
+        "chosen": _confirmed(result, result.chosen),
+        "schedule": [list(entry) for entry in result.answer.schedule],
         "error": {
             "median": middle,
             "worst": worst,
-            "model": found.model_error,
-            "coverage": found.coverage,
+            "model": result.model_error,
+            "coverage": result.coverage,
             "tolerance": TOLERANCE,
-            "beyond_tolerance": sum(c.off for c in found.confirmed),
+            "beyond_tolerance": sum(c.off for c in result.confirmed),
         },
-        "confirmed": [_confirmed(found, c) for c in found.confirmed],
-        "front": [_row(found, p) for p in found.answer.front],
-        "layers": [layers_data(one) for one in found.lowered],
+        "confirmed": [_confirmed(result, c) for c in result.confirmed],
+        "front": [_row(result, p) for p in result.answer.front],
+        "layers": [layers_data(one) for one in result.lowered],
         "tasks": [
             {"target": target} | task.model_dump(mode="json", exclude={"rows"})
-            for target, tasks in found.tasks.items()
+            for target, tasks in result.tasks.items()
             for task in tasks
         ],
-        "combinations": len(found.answer.every),
-        "pruned": [list(entry) for entry in found.pruned],
+        "combinations": len(result.answer.every),
+        "pruned": [list(entry) for entry in result.pruned],
     }
 
 
-def document(found: Outcome, name: str) -> Document:
+def document(result: Outcome, name: str) -> Document:
     """The page."""
     points = tuple(
         Point(c.prediction.name, c.predicted, c.speed, *(ci if useful(ci) else None for ci in intervals))
-        for c in found.confirmed
-        for intervals in [(found.interval(c.prediction), c.ci)]
+        for c in result.confirmed
+        for intervals in [(result.interval(c.prediction), c.ci)]
     )
     plot = Plot(
         "Predicted and measured", "tokens/s, predicted", "tokens/s, measured", (Series("", points),), "diagonal"
     )
     rows = tuple(
-        (*_cells(found, c.prediction), number(c.speed), _ends(c.ci), percent(c.error), "no" if c.off else "yes")
-        for c in found.confirmed
+        (*_cells(result, c.prediction), number(c.speed), _ends(c.ci), percent(c.error), "no" if c.off else "yes")
+        for c in result.confirmed
     )
     predicted = ("combination", "predicted tokens/s", "95 % of runs", "KL", "95 % CI, KL", "first token, s", "memory")
     columns = (*predicted, "measured tokens/s", "95 % CI", "error", f"within {percent(TOLERANCE, 0)}")
-    front = tuple(_cells(found, p) for p in found.answer.front)
-    schedule = ", ".join(f"{k} at batch {lo} to {hi}" for lo, hi, k in found.answer.schedule)
-    pruned = Table("Left out", ("combination", "why"), found.pruned)
+    front = tuple(_cells(result, p) for p in result.answer.front)
+    schedule = ", ".join(f"{k} at batch {lo} to {hi}" for lo, hi, k in result.answer.schedule)
+    pruned = Table("Left out", ("combination", "why"), result.pruned)
     return Document(
         f"{name}: the best pair",
-        f"{len(found.answer.every)} combinations predicted, {len(found.confirmed)} run",
+        f"{len(result.answer.every)} combinations predicted, {len(result.confirmed)} run",
         (
-            Finding(_tone(found), found.why),
-            *([Finding("open", found.warning, "off")] if found.warning else []),
+            Finding(_tone(result), result.why),
+            *([Finding("open", result.warning, "off")] if result.warning else []),
             Paragraph(f"Draft length of the predicted choice: {schedule}."),
             Heading("Confirmed"),
             plot,
             Table("Run in turns on prompts that acceptance was not measured on", columns, rows),
             Heading("Front"),
             Table("Not dominated in time, KL and memory; predicted", predicted, front),
-            *_tasks(found.tasks),
-            *(block for one in found.lowered for block in _layers(one)),
-            *((pruned,) if found.pruned else ()),
+            *_tasks(result.tasks),
+            *(block for one in result.lowered for block in _layers(one)),
+            *((pruned,) if result.pruned else ()),
         ),
     )
 
 
-def _tone(found: Outcome) -> Tone:
+def _tone(result: Outcome) -> Tone:
     """Good only where the budget is met and the predictions that were put to the test held."""
-    if not found.answer.fits:
+    if not result.answer.fits:
         return "bad"
-    return "open" if found.warning else "good"
+    return "open" if result.warning else "good"
 
 
 def _ends(ci: tuple[float, float] | None) -> str:
@@ -229,8 +229,8 @@ def _ends(ci: tuple[float, float] | None) -> str:
     return interval(ci) if useful(ci) else "unknown"
 
 
-def _cells(found: Outcome, p: Prediction) -> tuple[str, ...]:
-    speed = number(1 / p.seconds), _ends(found.interval(p))
+def _cells(result: Outcome, p: Prediction) -> tuple[str, ...]:
+    speed = number(1 / p.seconds), _ends(result.interval(p))
     return (p.name, *speed, number(p.kl), interval(p.kl_ci), number(p.ttft), size(p.memory))
 
 
@@ -238,7 +238,7 @@ def _tasks(tasks: Tasks) -> Iterator[Block]:
     """Scores of both arms, and what their difference says."""
     table = tabulate(
         "Targets of the front against the original, item by item",
-        [(target, task) for target, found in tasks.items() for task in found],
+        [(target, task) for target, of_target in tasks.items() for task in of_target],
         ("target", lambda row: row[0]),
         ("task", lambda row: row[1].task),
         ("items", lambda row: count(row[1].original.n)),
@@ -253,21 +253,25 @@ def _tasks(tasks: Tasks) -> Iterator[Block]:
         yield table
 
 
-def _layers(found: Lowered) -> Iterator[Block]:
+def _layers(lowered: Lowered) -> Iterator[Block]:
     """The way of a draft from its finest form down."""
-    yield Heading(found.ladder.name)
-    layers, heads = (", ".join(names) for names in _names(found))
+    yield Heading(lowered.ladder.name)
+    layers, heads = (", ".join(names) for names in _names(lowered))
     yield Paragraph(
-        f"Beside {found.target}: layers from {layers}, head from {heads}, by acceptance lost per second of a pass. "
-        f"Chosen: {_state(found, found.chosen.levels)}. Acceptance is the mean overlap of both laws."
+        f"Beside {lowered.target}: layers from {layers}, head from {heads}, by acceptance lost per second of a pass. "
+        f"Chosen: {_state(lowered, lowered.chosen.levels)}. Acceptance is the mean overlap of both distributions."
     )
-    stops = list(zip([_state(found, stop.levels) for stop in found.stops], found.stops, found.sizes, strict=True))
+    stops = list(
+        zip([_state(lowered, stop.levels) for stop in lowered.stops], lowered.stops, lowered.sizes, strict=True)
+    )
     for axis, of in (("acceptance", attrgetter("acceptance")), ("tokens/s, predicted", attrgetter("value"))):
         points = tuple(Point(state, weight / 1e6, of(stop)) for state, stop, weight in stops)
-        yield Plot(f"{found.ladder.name}: {axis} by size", "MB of the draft", axis, (Series("", points, joined=True),))
+        yield Plot(
+            f"{lowered.ladder.name}: {axis} by size", "MB of the draft", axis, (Series("", points, joined=True),)
+        )
     yield tabulate(
         "Lowered one after the other",
-        list(zip(stops, found.seconds, strict=True)),
+        list(zip(stops, lowered.seconds, strict=True)),
         ("state", lambda row: row[0][0]),
         ("acceptance", lambda row: number(row[0][1].acceptance)),
         ("draft", lambda row: size(row[0][2])),
@@ -276,25 +280,25 @@ def _layers(found: Lowered) -> Iterator[Block]:
     )
 
 
-def _names(found: Lowered) -> tuple[list[str], list[str]]:
-    return [form.scheme for form in found.ladder.layers], [str(form.head) for form in found.ladder.heads]
+def _names(lowered: Lowered) -> tuple[list[str], list[str]]:
+    return [form.scheme for form in lowered.ladder.layers], [str(form.head) for form in lowered.ladder.heads]
 
 
-def _state(found: Lowered, levels: Levels) -> str:
+def _state(lowered: Lowered, levels: Levels) -> str:
     """`W8A8 12, W4A16 18, head W8A8`: layers by scheme."""
-    schemes, heads = _names(found)
+    schemes, heads = _names(lowered)
     counts = [f"{name} {levels[:-1].count(i)}" for i, name in enumerate(schemes) if i in levels[:-1]]
     return f"{', '.join(counts)}, head {heads[levels[-1]]}"
 
 
-def _row(found: Outcome, p: Prediction) -> dict[str, Any]:
+def _row(result: Outcome, p: Prediction) -> dict[str, Any]:
     fields = ("name", "target", "draft", "gamma", "tokens_per_step", "kl", "top1", "memory")
-    speeds = {"predicted_tok_s": 1 / p.seconds, "predicted_ci": list(found.interval(p)), "ttft_s": p.ttft}
+    speeds = {"predicted_tok_s": 1 / p.seconds, "predicted_ci": list(result.interval(p)), "ttft_s": p.ttft}
     return {field: getattr(p, field) for field in fields} | {"kl_ci": p.kl_ci and list(p.kl_ci)} | speeds
 
 
-def _confirmed(found: Outcome, c: Confirmed) -> dict[str, Any]:
+def _confirmed(result: Outcome, c: Confirmed) -> dict[str, Any]:
     measured = {"measured_tok_s": c.speed, "measured_ci": c.ci and list(c.ci), "within_tolerance": not c.off}
     speed, ci = c.reported or (c.speed, c.ci)
     halved = {"chosen_by_tok_s": c.chosen_by or c.speed, "reported_tok_s": speed, "reported_ci": ci and list(ci)}
-    return _row(found, c.prediction) | measured | halved
+    return _row(result, c.prediction) | measured | halved

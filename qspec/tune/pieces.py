@@ -45,14 +45,14 @@ def pass_times(
     list: the half has no such batches.
     """
     sequences = {name: _filled(lm, max(batches), context) for name, lm in halves.items()}
-    found: Json = {n: {str(b): {str(r): [] for r in rows} for b in batches} for n in halves}
+    times: Json = {n: {str(b): {str(r): [] for r in rows} for b in batches} for n in halves}
     for turn in progress.track(range(repeats + 1), "pass times", repeats + 1):
         for name, lms in sequences.items():
             for batch, count in ((b, r) for b in batches for r in rows if b <= len(lms)):
                 seconds = _pass(lms[:batch], context, count, name in greedy)
                 if turn:  # the first one warms up
-                    found[name][str(batch)][str(count)].append(seconds)
-    return found
+                    times[name][str(batch)][str(count)].append(seconds)
+    return times
 
 
 def _filled(lm: LM, batch: int, context: int) -> list[LM]:
@@ -102,19 +102,19 @@ def answer_logits(lm: LM, texts: Texts) -> Iterator[Tensor]:
         yield lm.forward(torch.tensor([*prompt, *answer[:-1]]), last=len(answer))
 
 
-def laws(logits: Iterable[Tensor], sampling: Sampling) -> Json:
+def distributions(logits: Iterable[Tensor], sampling: Sampling) -> Json:
     """What a half says behind every position of the answers, by text: its likeliest token, exactly.
 
     Where requests are sampled also its `MASS_KEPT` likeliest tokens with their probabilities under `sampling`.
     """
-    found: Json = {"top": [], "laws": []}
+    kept: Json = {"top": [], "laws": []}
     for logits_TV in logits:
-        found["top"].append(logits_TV.argmax(-1).tolist())
+        kept["top"].append(logits_TV.argmax(-1).tolist())
         if not sampling.greedy:
-            top = sampling.law(logits_TV).topk(min(MASS_KEPT, logits_TV.shape[-1]))
+            top = sampling.probs(logits_TV).topk(min(MASS_KEPT, logits_TV.shape[-1]))
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            found["laws"].append([dict(zip(map(str, ids), mass, strict=True)) for ids, mass in pairs])
-    return found
+            kept["laws"].append([dict(zip(map(str, ids), mass, strict=True)) for ids, mass in pairs])
+    return kept
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def draft_runs(drafter: Drafter, texts: Texts, most: int, target: LM | None = No
 
     seconds: of a call, or, of a speculator head, of a token. target: the one whose states a head reads.
     """
-    generator, found, seconds = torch.Generator().manual_seed(0), Json(drafted=[], runs=[]), []
+    generator, drafts, seconds = torch.Generator().manual_seed(0), Json(drafted=[], runs=[]), []
     for prompt, answer in texts:
         drafter.reset()
         if target is not None:
@@ -139,9 +139,9 @@ def draft_runs(drafter: Drafter, texts: Texts, most: int, target: LM | None = No
             drafted.append(len(proposal.tokens_K))
             runs.append(_stand(proposal.tokens_K.tolist(), true))
             seconds.append(proposal.seconds)
-        found["drafted"].append(drafted)
-        found["runs"].append(runs)
-    return found | {"seconds": median(seconds or [0.0]) / (1 if target is None else most)}
+        drafts["drafted"].append(drafted)
+        drafts["runs"].append(runs)
+    return drafts | {"seconds": median(seconds or [0.0]) / (1 if target is None else most)}
 
 
 def _stand(drafted: list[int], true: list[int]) -> int:
@@ -186,7 +186,7 @@ def bookkeeping(
     greedy: targets choose the likeliest tokens themselves. engine: verification, committing, accounting. draft: a draft
     model's part, its passes left out.
     """
-    found: Json = {"engine": {}, "draft": {}}
+    seconds: Json = {"engine": {}, "draft": {}}
     for drafted in (0, *lengths):
         tokens = rounds * (drafted + 1) + 1
         target, draft = (
@@ -194,7 +194,7 @@ def bookkeeping(
         )
         drafter = ModelDrafter(draft, eos_ids=(NO_STOP,)) if drafted else None
         generator = torch.Generator().manual_seed(0)
-        said = generate(target, drafter, Fixed(drafted), [0] * context, tokens, sampling, (NO_STOP,), generator)
-        found["engine"][str(drafted)] = median(step.t_verify + step.t_other for step in said.steps)
-        found["draft"][str(drafted)] = median(step.t_draft for step in said.steps)
-    return found
+        generation = generate(target, drafter, Fixed(drafted), [0] * context, tokens, sampling, (NO_STOP,), generator)
+        seconds["engine"][str(drafted)] = median(step.t_verify + step.t_other for step in generation.steps)
+        seconds["draft"][str(drafted)] = median(step.t_draft for step in generation.steps)
+    return seconds

@@ -28,7 +28,7 @@ class TargetPiece:
     kl_ci: tuple[float, float] | None
     top1: float
     ttft: float
-    law: Json
+    distributions: Json
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DraftPiece:
     """
 
     passes: Passes = field(default_factory=dict)
-    law: Json | None = None
+    distributions: Json | None = None
     prompts: Sequence[float] = ()
     runs: Mapping[str, Json] = field(default_factory=dict)
     seconds: float = 0.0
@@ -52,7 +52,7 @@ class DraftPiece:
         The first round of a request reads the prompt in its first pass. Without a model `batch` sequences cost so many
         times one: of heads, which draft for all in one pass a token, that is an upper bound.
         """
-        if self.law is None:
+        if self.distributions is None:
             return batch * self.seconds * (drafted if self.per_token else 1)
         if drafted == 0:
             return 0.0
@@ -132,12 +132,12 @@ class Model:
 
     def predict(self, target: str, draft: str, gamma: int, memory: float) -> Prediction:
         """One combination, alone on the device."""
-        found = self._targets[target]
+        piece = self._targets[target]
         seconds = self.seconds(target, draft, gamma)
         tokens, error = self.tokens_per_step(target, draft, gamma), min(UNKNOWN, self._error(target, draft, gamma))
         ci = (seconds * math.exp(-error), seconds * math.exp(error))
-        harm = found.kl, found.kl_ci, found.top1
-        return Prediction(target, draft, gamma, seconds, ci, tokens, *harm, found.ttft, memory)
+        harm = piece.kl, piece.kl_ci, piece.top1
+        return Prediction(target, draft, gamma, seconds, ci, tokens, *harm, piece.ttft, memory)
 
     def seconds(self, target: str, draft: str, gamma: int, batch: int = 1) -> float:
         """Of a token of each of `batch` sequences, once its prompt is read by the target."""
@@ -157,8 +157,8 @@ class Model:
         """The replay of every text."""
         key = target, draft, gamma
         if key not in self._steps:
-            found = enumerate(self._replayed(target, draft, gamma))
-            self._steps[key] = [Replayed(text, steps, tokens) for text, (steps, tokens) in found if tokens > 0]
+            replays = enumerate(self._replayed(target, draft, gamma))
+            self._steps[key] = [Replayed(text, steps, tokens) for text, (steps, tokens) in replays if tokens > 0]
         return self._steps[key]
 
     def schedule(self, target: str, draft: str, lengths: Sequence[int], batches: Sequence[int]) -> dict[int, int]:
@@ -173,22 +173,22 @@ class Model:
             * (
                 piece.seconds_of(drafted, unread, one.text, batch)
                 + pass_seconds(verify, batch, drafted + 1)
-                + batch * self._rounds.seconds(drafted, model=piece.law is not None)
+                + batch * self._rounds.seconds(drafted, model=piece.distributions is not None)
             )
             for (drafted, unread), count in one.steps.items()
         )
 
     def _replayed(self, target: str, draft: str, gamma: int) -> Iterator[tuple[Steps, int]]:
-        piece, ours = self._drafts[draft], self._targets[target].law
-        if piece.law is None:
+        piece, ours = self._drafts[draft], self._targets[target].distributions
+        if piece.distributions is None:
             runs = piece.runs.get(target) or piece.runs[""]
             for drafted_T, runs_T in zip(runs["drafted"], runs["runs"], strict=True):
                 yield walk(drafted_T, runs_T, gamma), len(runs_T) - 1
         elif ours["laws"]:
-            for p_T, q_T in zip(ours["laws"], piece.law["laws"], strict=True):
+            for p_T, q_T in zip(ours["laws"], piece.distributions["laws"], strict=True):
                 yield expected_walk([overlap(p, q) for p, q in zip(p_T, q_T, strict=True)], gamma), len(p_T) - 1
         else:
-            for a_T, b_T in zip(ours["top"], piece.law["top"], strict=True):
+            for a_T, b_T in zip(ours["top"], piece.distributions["top"], strict=True):
                 runs_T = runs_of([a == b for a, b in zip(a_T, b_T, strict=True)])
                 yield walk([gamma] * len(runs_T), runs_T, gamma), len(runs_T) - 1
 

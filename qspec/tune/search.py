@@ -19,7 +19,7 @@ from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.speculation.types import Sampling
 from qspec.tune.answer import Answer, answer, pick
-from qspec.tune.confirm import Rate, asked, confirm, finalists, measure_tasks, speed_of
+from qspec.tune.confirm import Rate, confirm, finalists, measure_tasks, speed_of, targets_to_score
 from qspec.tune.halves import Halves
 from qspec.tune.layers import Lowered, Lowering, ladders
 from qspec.tune.measure import Pieces
@@ -44,10 +44,10 @@ class Study:
 
     @cached_property
     def pieces(self) -> Pieces:
-        sampling = self.recipe.speculation
-        law = Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
+        speculation = self.recipe.speculation
+        sampling = Sampling(speculation.temperature, speculation.top_k, speculation.top_p)
         prompts = [request.tokens for request in self._requests[0]]
-        return Pieces(self.halves, prompts, law, Kept(self.out / "pieces"), self._timed, self.progress)
+        return Pieces(self.halves, prompts, sampling, Kept(self.out / "pieces"), self._timed, self.progress)
 
     def search(self) -> tuple[Answer, list[Lowered]]:
         """All pieces, every prediction; with drafts lowered layer by layer, all forms are timed again beside them."""
@@ -58,25 +58,25 @@ class Study:
 
     def lower_layers(self, model: Model, first: Answer) -> list[Lowered]:
         """Drafts lowered layer by layer, each beside the target that it is best with; they join the space."""
-        found = []
+        every = []
         for ladder in ladders(self.space) if self.spec.layers is not None else []:
             labels = {form.label for form in (*ladder.layers, *ladder.heads)}
             rows = [p for p in first.every if p.draft in labels]
             if rows and self.spec.layers is not None:
                 target = pick(rows, self.recipe.budget)[0].target
-                found.append(Lowering(self.pieces, model, ladder, target).search(self.spec.layers))
-        for lowered in found:
+                every.append(Lowering(self.pieces, model, ladder, target).search(self.spec.layers))
+        for lowered in every:
             self.space = self.halves.space = self.space.with_draft(lowered.ladder.name, lowered.draft)
-        return found
+        return every
 
     def confirm(
-        self, found: Answer, lowered: Sequence[Lowered], beside: Mapping[str, tuple[str, str]] | None = None
+        self, predicted: Answer, lowered: Sequence[Lowered], beside: Mapping[str, tuple[str, str]] | None = None
     ) -> tuple[tuple[Confirmed, ...], dict[str, Rate]]:
         """The best pairs answer the prompts that acceptance was not measured on, and the speeds of other arms beside.
 
         beside: targets and drafts by name, drafting by the recipe's own policy.
         """
-        chosen = finalists(found, self.spec.confirm, [(one.target, one.ladder.name) for one in lowered])
+        chosen = finalists(predicted, self.spec.confirm, [(one.target, one.ladder.name) for one in lowered])
         arms = {p.name: self.halves.arm(p.target, p.draft, p.gamma) for p in chosen}
         arms |= {name: self.halves.arm(*of, 0) for name, of in (beside or {}).items()}
         eos_ids = self.halves.target.arch.eos_ids
@@ -90,9 +90,9 @@ class Study:
         spec, mine = self.recipe.timing, self.spec.per_category
         whole = spec.model_copy(update={"per_category": spec.per_category and mine + spec.per_category})
         room = self.halves.max_length - max(spec.max_new_tokens, self.spec.tokens)
-        found, _ = load_requests(whole, self.halves.target.tokenizer, room)
+        requests, _ = load_requests(whole, self.halves.target.tokenizer, room)
         parts: tuple[list[Request], list[Request]] = ([], [])
-        for _, same in groupby(found, lambda r: r.category):
+        for _, same in groupby(requests, lambda r: r.category):
             listed = list(same)
             parts[0].extend(listed[:mine])
             parts[1].extend(listed[mine:])
@@ -114,11 +114,11 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome
     with sole_writer(out):
         predicted, lowered = study.search()
         runs, _ = study.confirm(predicted, lowered)
-        tasks = measure_tasks(study.pieces, asked(predicted, study.spec.evaluate))
-        found = Outcome(predicted, runs, study.space.pruned, tuple(lowered), tasks)
-        _write(study, found)
+        tasks = measure_tasks(study.pieces, targets_to_score(predicted, study.spec.evaluate))
+        result = Outcome(predicted, runs, study.space.pruned, tuple(lowered), tasks)
+        _write(study, result)
     study.progress.close()
-    return found
+    return result
 
 
 def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = None) -> WhatIf:
@@ -132,20 +132,20 @@ def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = 
         raise OutputError(str(out), "holds what was measured on a device", "choose another --out for predictions")
     study = Study(job, out, progress)
     with sole_writer(out):
-        found = predict_device(study.pieces, read_device(device))
+        predicted = predict_device(study.pieces, read_device(device))
         data = f"what-if-{device}.json"
-        atomic_write(out / data, json.dumps(found.as_data(), indent=1) + "\n")
-        atomic_write(out / f"what-if-{device}.html", report_html.render(found.document(recipe.name), [data]))
+        atomic_write(out / data, json.dumps(predicted.as_data(), indent=1) + "\n")
+        atomic_write(out / f"what-if-{device}.html", report_html.render(predicted.document(recipe.name), [data]))
     study.progress.close()
-    return found
+    return predicted
 
 
-def _write(study: Study, found: Outcome) -> None:
-    best, predicted, out = found.chosen.prediction, found.answer, study.out
+def _write(study: Study, result: Outcome) -> None:
+    best, predicted, out = result.chosen.prediction, result.answer, study.out
     job = study.space.recipe_of(best.target, best.draft, best.gamma)
     atomic_write(out / "recipe.yaml", scheduled(job, predicted.schedule if best == predicted.chosen else []).dump())
-    atomic_write(out / "tune.json", json.dumps(as_data(found) | {"environment": environment()}, indent=1) + "\n")
-    page = report_html.render(document(found, study.recipe.name), ["tune.json", "recipe.yaml"])
+    atomic_write(out / "tune.json", json.dumps(as_data(result) | {"environment": environment()}, indent=1) + "\n")
+    page = report_html.render(document(result, study.recipe.name), ["tune.json", "recipe.yaml"])
     atomic_write(out / "tune.html", page)
 
 

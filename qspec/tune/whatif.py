@@ -56,13 +56,13 @@ class WhatIf:
             "contexts": [
                 {
                     "context": context,
-                    "why": found.why,
-                    "chosen": _row(found.chosen),
-                    "schedule": [list(entry) for entry in found.schedule],
-                    "front": [_row(p) for p in found.front],
-                    "combinations": [_row(p) for p in found.every],
+                    "why": predicted.why,
+                    "chosen": _row(predicted.chosen),
+                    "schedule": [list(entry) for entry in predicted.schedule],
+                    "front": [_row(p) for p in predicted.front],
+                    "combinations": [_row(p) for p in predicted.every],
                 }
-                for context, found in self.answers.items()
+                for context, predicted in self.answers.items()
             ],
             "pruned": [list(entry) for entry in self.pruned],
         }
@@ -75,11 +75,11 @@ class WhatIf:
             "Nothing was run on that device: order and size of effects are what these numbers are for."
         )
         blocks: list[Block] = [Paragraph(assumed)]
-        for context, found in self.answers.items():
+        for context, predicted in self.answers.items():
             blocks += [
                 Heading(f"Context {context:,}, predicted"),
-                Finding("open", found.why, "predicted"),
-                _table(found),
+                Finding("open", predicted.why, "predicted"),
+                _table(predicted),
             ]
         if self.pruned:
             blocks.append(Table("Refused on that device", ("combination", "why"), self.pruned))
@@ -135,20 +135,20 @@ def passes(half: PlannedHalf, sheet: DeviceSheet, pieces: Pieces, context: int) 
 
 def sheet_rates(sheet: DeviceSheet, schemes: Mapping[str, LayerScheme | None]) -> Rates:
     """The reached share of a sheet's figures, for the formats of most layers."""
-    found = rates(sheet, schemes)
-    assert found is not None, "`on_device` lets only known sheets through"
-    compute = found.matmul * COMPUTE_SHARE, found.attention * COMPUTE_SHARE
-    return Rates(found.bandwidth * BANDWIDTH_SHARE, *compute)
+    figures = rates(sheet, schemes)
+    assert figures is not None, "`on_device` lets only known sheets through"
+    compute = figures.matmul * COMPUTE_SHARE, figures.attention * COMPUTE_SHARE
+    return Rates(figures.bandwidth * BANDWIDTH_SHARE, *compute)
 
 
 def _prompt(half: PlannedHalf, sheet: DeviceSheet, length: int) -> float:
     return prefill_seconds(half.bytes.cost, sheet_rates(sheet, half.schemes), length)
 
 
-def _table(found: Answer) -> Table:
+def _table(answer: Answer) -> Table:
     """The best draft length of every pair, the fastest pairs first."""
     pairs: dict[tuple[str, str], Prediction] = {}
-    for p in sorted(found.every, key=lambda p: p.seconds):
+    for p in sorted(answer.every, key=lambda p: p.seconds):
         pairs.setdefault((p.target, p.draft), p)
     rows = tuple(
         (p.name, number(1 / p.seconds), number(p.kl), interval(p.kl_ci), number(p.ttft), size(p.memory))

@@ -18,7 +18,7 @@ from qspec.nn.cuda.model import CudaModel
 from qspec.nn.cuda.passes import Passes, head
 from qspec.numerics.quantization.formats import FP8_E4M3, NumFormat
 from qspec.numerics.roofline import PassCost, Rates, pass_seconds, prefill_seconds
-from qspec.numerics.speculation.probs import target_law
+from qspec.numerics.speculation.probs import target_probs
 from qspec.numerics.speculation.speedup import expected_tokens
 from qspec.records import ArchMap
 from qspec.speculation.batch import Prompt
@@ -285,7 +285,7 @@ def acceptance(
     draft = gpu_models.build(arch, "W4A16", source, device)
     for scheme in ("BF16", "FP8"):
         target = gpu_models.build(arch, scheme, source, device)
-        for law, rule in (("greedy", Greedy()), ("temperature 1", Sampled(lambda x: target_law(x, 1.0)))):
+        for law, rule in (("greedy", Greedy()), ("temperature 1", Sampled(lambda x: target_probs(x, 1.0)))):
             yield _accepted(target, draft, rule, prompts, new, length) | {"arm": f"{scheme}, drafts W4A16", "law": law}
 
 

@@ -19,7 +19,7 @@ from qspec.nn.cuda.passes import Inputs, Passes
 from qspec.numerics.quantization.affine import quantize_weight
 from qspec.numerics.quantization.blocks import PerChannel, PerGroup
 from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8, NumFormat
-from qspec.numerics.speculation.probs import target_law
+from qspec.numerics.speculation.probs import target_probs
 from qspec.ops import cuda as ops, reference_cuda as twins
 from scripts.gpu import models as gpu_models
 
@@ -49,7 +49,7 @@ def checks(device: torch.device) -> Iterator[Row]:
         ),
         *((f"rope_write and attend, cache {name}", _attending(kv, stored)) for name, kv, stored in CACHES),
         ("verify_greedy", _verifying(None)),
-        ("verify_sampling", _verifying(Sampled(lambda x: target_law(x, 0.7)))),
+        ("verify_sampling", _verifying(Sampled(lambda x: target_probs(x, 0.7)))),
         *((f"logits {scheme}, kernels on the device and twins on the CPU", _logits(scheme)) for scheme in WEIGHTS),
         *((f"loop {scheme}: graphs and single calls", _graphs(scheme)) for scheme in ("BF16", "FP8")),
         ("loop float32: the engine's tokens", _engine),
@@ -200,10 +200,10 @@ def _verifying(rule: Sampled | None) -> Callable[[torch.device], Row]:
             drafts_BK[::2, 1] = 7
             got, want = ops.verify_greedy(logits_BRV, drafts_BK), twins.verify_greedy(logits_BRV, drafts_BK)
         else:
-            law = target_law(logits_BRV + draw(8, 4, 1000, dtype=torch.float32), 0.7)[:, :3].contiguous()
+            law = target_probs(logits_BRV + draw(8, 4, 1000, dtype=torch.float32), 0.7)[:, :3].contiguous()
             drafts_BK = law.argmax(-1)
             uniforms_BR = torch.rand(8, 4, device=device, generator=draw.generator, dtype=torch.float64)
-            probs_BRV = target_law(logits_BRV, 0.7)
+            probs_BRV = target_probs(logits_BRV, 0.7)
             given = probs_BRV, drafts_BK, law, uniforms_BR
             got, want = ops.verify_sampling(*given), twins.verify_sampling(*given)
         other = sum(int((x != y).sum()) for x, y in zip(got, want, strict=True))
@@ -271,7 +271,7 @@ def _graphs(scheme: str) -> Callable[[torch.device], Row]:
     def case(device: torch.device) -> Row:
         records = list[Tensor]()
         for replayed in (True, False):
-            loop = _loop(scheme, device, Sampled(lambda x: target_law(x, 0.7)), torch.bfloat16)
+            loop = _loop(scheme, device, Sampled(lambda x: target_probs(x, 0.7)), torch.bfloat16)
             uniforms = torch.rand(8, 3, 7, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
             loop.feed(uniforms)
             with torch.inference_mode():

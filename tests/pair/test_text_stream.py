@@ -63,7 +63,7 @@ def test_what_a_listener_raises_reaches_the_caller() -> None:
             ended.finish()
         going = TextStream(decode, worker, closed)
         going.add([0])
-        wait(going._told)
+        wait(going._pending)
         with pytest.raises(BrokenPipeError):
             going.add([6])
 

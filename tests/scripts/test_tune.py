@@ -47,7 +47,7 @@ def test_again_measures_seconds_anew_and_nothing_else(tmp_path: Path, monkeypatc
 
     first = search()
     assert search() == first
-    monkeypatch.setattr(tune_measure, "laws", spent)
+    monkeypatch.setattr(tune_measure, "distributions", spent)
     monkeypatch.setattr(tune_measure, "measure_fidelity", spent)
     monkeypatch.setattr("qspec.quantization.job.quantize_model", spent)
     again = search("--again")

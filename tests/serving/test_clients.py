@@ -304,7 +304,7 @@ def test_a_fault_costs_its_own_request(
     pair: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Would catch one request that ends everyone's, and a place in the batch that stays broken for the next one."""
-    law = Sampling.law
+    law = Sampling.probs
 
     def fails(self: Sampling, logits_TV: Any) -> Any:
         if self.temperature == 0.77 and len(logits_TV) > 1:
@@ -316,7 +316,7 @@ def test_a_fault_costs_its_own_request(
     with running(pair) as (_, url), ThreadPoolExecutor(4) as pool:
         whole = [ask(url, **one, **fields).json() for one in asked]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Sampling, "law", fails)
+            patch.setattr(Sampling, "probs", fails)
             found = list(pool.map(lambda one: ask(url, **one, **fields), asked))
         again = [ask(url, **one, **fields).json()["choices"] for one in asked]
     assert [reply.status_code for reply in found] == [200, 500, 200, 200]

@@ -204,7 +204,7 @@ class NoScalar(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("rule", [Greedy(), Sampled(WARM.law), Synthetic(0.5)], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", [Greedy(), Sampled(WARM.probs), Synthetic(0.5)], ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("kv", [None, KVSpec(format="fp8_e4m3"), KVSpec(format="int8", granularity="token_head")])
 def test_a_step_never_asks_the_host(
     rule: DraftRule, kv: KVSpec | None, target: LoadedModel, draft: LoadedModel

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import chisquare
 import torch
 
-from qspec.numerics.speculation.verify import acceptance, next_law
+from qspec.numerics.speculation.verify import acceptance, next_probs
 from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.drafters.ngram import NgramDrafter
@@ -62,7 +62,7 @@ def test_greedy_output_is_that_of_plain_decoding(drafter: str, policy: str) -> N
 def test_law_of_certain_drafts_is_the_targets_exactly(drafter: str, sampling: Sampling) -> None:
     """Catches lookups whose tokens pass for drawn ones: all texts of three tokens are enumerated."""
     earlier, prompt, depth = [0, 2, 1, 0, 1, 1, 2, 0], [2, 0, 1, 2, 0], 3
-    laws_VVV = sampling.law(SMALL)
+    laws_VVV = sampling.probs(SMALL)
 
     def walk(text: list[int], probability: float) -> None:
         room = len(prompt) + depth - len(text)
@@ -79,7 +79,7 @@ def test_law_of_certain_drafts_is_the_targets_exactly(drafter: str, sampling: Sa
         for n in range(len(stands_K) + 1):
             reached = probability * torch.tensor(stands_K[:n], dtype=torch.float64).prod().item()
             reached *= 1 - stands_K[n] if n < len(stands_K) else 1
-            law_V = next_law(torch.tensor([n]), tokens_K, None, p_K1V)[0]
+            law_V = next_probs(torch.tensor([n]), tokens_K, None, p_K1V)[0]
             for token, share in enumerate((law_V / law_V.sum()).tolist()):
                 walk([*text, *tokens_K[:n].tolist(), token], reached * share)
 

@@ -93,7 +93,7 @@ def test_teacher_forced_rates_are_sums_of_minima_behind_every_token(sampling: Sa
     prompt, answer = [3, 1, 4], [2, 2, 0, 5]
     betas_T = teacher_forced_betas(TableLM(target), TableLM(wide), prompt, answer, sampling)
     text = [*prompt, *answer]
-    rows = [[sampling.law(t[text[i - 2], text[i - 1]][None]) for t in (target, draft)] for i in range(3, 7)]
+    rows = [[sampling.probs(t[text[i - 2], text[i - 1]][None]) for t in (target, draft)] for i in range(3, 7)]
     assert torch.equal(betas_T, torch.cat([sum_of_minima(p, q) for p, q in rows]))
 
 

@@ -133,7 +133,7 @@ class DrawnTree:
         text, tokens, laws = [0, *context][-2:], list[int](), list[Tensor]()
         for node, parent in enumerate(parents_K):
             ancestors = [*text, *(tokens[i] for i in path_to(parents_K, parent))]
-            law_V = sampling.law(self.table_VVV[ancestors[-2], ancestors[-1]].unsqueeze(0))[0]
+            law_V = sampling.probs(self.table_VVV[ancestors[-2], ancestors[-1]].unsqueeze(0))[0]
             siblings = [tokens[i] for i in range(node) if parents_K[i] == parent]
             if not self.replacement:
                 law_V = without(law_V, siblings)
@@ -172,7 +172,7 @@ def greedy(table_VVV: Tensor, prompt: Sequence[int], n: int) -> list[int]:
 
 def sequence_law(table_VVV: Tensor, sampling: Sampling, prompt: Sequence[int], n: int) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of `n` tokens, straight from the table."""
-    laws_VVV = sampling.law(table_VVV)
+    laws_VVV = sampling.probs(table_VVV)
     return {path: _path_probability(laws_VVV, prompt, path) for path in paths(table_VVV.shape[-1], n)}
 
 

@@ -70,7 +70,7 @@ def test_a_killed_search_goes_on_to_the_same_answer(
             tune_pair.tune(recipe, out)
     with monkeypatch.context() as patch:
         patch.setattr(tune_measure, "pass_times", killed)
-        patch.setattr(tune_measure, "laws", killed)
+        patch.setattr(tune_measure, "distributions", killed)
         first = tune_pair.tune(recipe, out)
         again = tune_pair.tune(recipe, out)
     assert first.why == again.why

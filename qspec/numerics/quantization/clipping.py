@@ -147,9 +147,9 @@ def _least_divergence(block_S: Tensor, fmt: NumFormat) -> Tensor:
         counts_N += torch.bincount(bins, minlength=BINS)
     least, bound = math.inf, BINS
     for edge in range(BINS, 127, -16):
-        found = divergence(counts_N, float(amax), fmt, edge)
-        if found < least:
-            least, bound = found, edge
+        loss = divergence(counts_N, float(amax), fmt, edge)
+        if loss < least:
+            least, bound = loss, edge
     return amax * (bound / BINS)
 
 

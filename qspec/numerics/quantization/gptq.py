@@ -52,21 +52,21 @@ def factor(hessian_KK: Tensor, damping: float = DAMPING) -> Factor | None:
     return None
 
 
-def feed_back(w_NK: Tensor, rounded: QTensor, found: Factor) -> QTensor:
+def feed_back(w_NK: Tensor, rounded: QTensor, factor: Factor) -> QTensor:
     """`rounded` with codes that make up for each other's errors. Its scales stay, so groups stay contiguous."""
     scale_NK = _per_element(rounded.scale, rounded)
     zero_NK = scale_NK if rounded.zero_point is None else _per_element(rounded.zero_point, rounded)
     parts = zip(w_NK.split(ROWS), scale_NK.split(ROWS), zero_NK.split(ROWS), strict=True)
     codes = [
-        _feed_back_rows(w, scale, None if rounded.zero_point is None else zero, rounded.fmt, found)
+        _feed_back_rows(w, scale, None if rounded.zero_point is None else zero, rounded.fmt, factor)
         for w, scale, zero in parts
     ]
     return replace(rounded, codes=torch.cat(codes).view(rounded.fmt.storage))
 
 
-def _feed_back_rows(w_NK: Tensor, scale_NK: Tensor, zero_NK: Tensor | None, fmt: NumFormat, found: Factor) -> Tensor:
+def _feed_back_rows(w_NK: Tensor, scale_NK: Tensor, zero_NK: Tensor | None, fmt: NumFormat, factor: Factor) -> Tensor:
     """Codes of rows (each is a problem of its own) as bytes: not every build can permute float8."""
-    order_K, upper_KK = found.order_K, found.upper_KK
+    order_K, upper_KK = factor.order_K, factor.upper_KK
     w_KN, scale_KN = w_NK.T[order_K].float(), scale_NK.T[order_K]
     zero_KN = None if zero_NK is None else zero_NK.T[order_K]
     codes_KN = torch.empty_like(w_KN, dtype=fmt.storage)

@@ -197,8 +197,8 @@ class _Weigher:
             first_B1 = cost_B1 if first_B1 is None else first_B1
             removed_BS = error_BS.isinf()
             each_B1 = price + (first_B1 - cost_B1) / removed_BS.sum(1, keepdim=True).clamp_min(1)
-            found_BS = torch.where(removed_BS, each_B1, error_BS * (error_BS > price))
-            gain_BS = torch.where(cost_B1 < least_B1, found_BS, gain_BS)
+            each_gain_BS = torch.where(removed_BS, each_B1, error_BS * (error_BS > price))
+            gain_BS = torch.where(cost_B1 < least_B1, each_gain_BS, gain_BS)
             least_B1 = torch.minimum(cost_B1, least_B1)
         return gain_BS
 

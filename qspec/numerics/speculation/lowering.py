@@ -36,25 +36,25 @@ def path(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[float]]) ->
 
     For losses that add up, none of the same cost loses less (the relaxed knapsack's greedy order).
     """
-    state, found = [0] * len(losses), [(0,) * len(losses)]
+    state, states = [0] * len(losses), [(0,) * len(losses)]
     while (move := _cheapest(state, losses, costs)) is not None:
         unit, level = move
         state[unit] = level
-        found.append(tuple(state))
-    return found
+        states.append(tuple(state))
+    return states
 
 
 def descend(
     states: Sequence[Levels], measure: Callable[[Levels], tuple[float, float]], floor: float, patience: int
 ) -> list[Stop]:
     """Measured states until acceptance falls below `floor` of the first's, or `patience` of them gain no value."""
-    found: list[Stop] = []
+    stops: list[Stop] = []
     for levels in states:
-        found.append(Stop(levels, *measure(levels)))
-        values = [stop.value for stop in found]
-        if found[-1].acceptance < floor * found[0].acceptance or len(found) - 1 - values.index(max(values)) >= patience:
+        stops.append(Stop(levels, *measure(levels)))
+        values = [stop.value for stop in stops]
+        if stops[-1].acceptance < floor * stops[0].acceptance or len(stops) - 1 - values.index(max(values)) >= patience:
             break
-    return found
+    return stops
 
 
 def best(stops: Sequence[Stop], floor: float) -> Stop:

@@ -17,7 +17,7 @@ def loss_of(kind: str, logits_TD: Tensor, tokens_T: Tensor, ids_TK: Tensor, prob
         case "cross_entropy":
             return token_loss(logits_TD, tokens_T)
         case "kl":
-            return law_loss(logits_TD, ids_TK, probs_TK)
+            return probs_loss(logits_TD, ids_TK, probs_TK)
         case _:
             return overlap_loss(logits_TD, ids_TK, probs_TK)
 
@@ -27,7 +27,7 @@ def token_loss(logits_TD: Tensor, tokens_T: Tensor) -> Tensor:
     return F.cross_entropy(logits_TD, tokens_T, ignore_index=-1, reduction="sum") / max(1, len(tokens_T))
 
 
-def law_loss(logits_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
+def probs_loss(logits_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
     """Mean cross-entropy under the target's law: KL divergence but for a constant. What is not known is left out."""
     return -(known(ids_TK, probs_TK) * looked_up(logits_TD.log_softmax(-1), ids_TK)).sum(-1).mean()
 

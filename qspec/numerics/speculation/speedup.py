@@ -75,6 +75,6 @@ def alpha_from_counts(drafted: Sequence[int], accepted: Sequence[int]) -> tuple[
     A step tests its accepted tokens and, if not all stand, the rejected one; tokens behind a rejection are never
     tested. This is the maximum-likelihood estimate for independent tokens. Without any test: `0, (0, 1)`.
     """
-    stood = sum(accepted)
-    tested = stood + sum(a < d for d, a in zip(drafted, accepted, strict=True))
-    return (stood / tested if tested else 0.0), wilson_interval(stood, tested)
+    n_accepted = sum(accepted)
+    tested = n_accepted + sum(a < d for d, a in zip(drafted, accepted, strict=True))
+    return (n_accepted / tested if tested else 0.0), wilson_interval(n_accepted, tested)

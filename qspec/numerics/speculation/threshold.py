@@ -6,18 +6,20 @@ MISS_COST = 3.0
 """Price of stopping behind a token that stands; drafting on behind one that falls is 1 (transformers' choice)."""
 
 
-def best_threshold(confidences: Sequence[float], stood: Sequence[bool], miss_cost: float = MISS_COST) -> float | None:
+def best_threshold(
+    confidences: Sequence[float], accepted: Sequence[bool], miss_cost: float = MISS_COST
+) -> float | None:
     """Threshold of the least `FPR + miss_cost * FNR`, drafting on at or above it; the lowest of equals.
 
     FPR: share of fallen tokens at or above it; FNR: share of standing ones below. None unless tokens of both kinds
     were seen.
     """
-    good = sum(stood)
-    bad = len(stood) - good
+    good = sum(accepted)
+    bad = len(accepted) - good
     if not good or not bad:
         return None
     best, cost, kept_good, kept_bad = 1.0, miss_cost, 0, 0
-    ranked = sorted(zip(confidences, stood, strict=True), reverse=True)
+    ranked = sorted(zip(confidences, accepted, strict=True), reverse=True)
     for i, (confidence, stands) in enumerate(ranked):
         kept_good, kept_bad = kept_good + stands, kept_bad + (not stands)
         if i + 1 < len(ranked) and ranked[i + 1][0] == confidence:

@@ -54,13 +54,13 @@ def children(parents_K: Parents) -> list[list[int]]:
 
 def branches(parents_K: Parents) -> list[tuple[list[int], int]]:
     """The path to every leaf, and how many of its leading nodes an earlier branch has had."""
-    inner, found, had = set(parents_K), list[tuple[list[int], int]](), set[int]()
+    inner, paths, had = set(parents_K), list[tuple[list[int], int]](), set[int]()
     for leaf in range(len(parents_K)):
         if leaf not in inner:
             path = path_to(parents_K, leaf)
-            found.append((path, sum(node in had for node in path)))
+            paths.append((path, sum(node in had for node in path)))
             had.update(path)
-    return found
+    return paths
 
 
 def attention_mask(parents_K: Parents) -> Tensor:
@@ -96,10 +96,10 @@ def spelled(tree: Tree, tokens: Sequence[int]) -> list[int]:
     children_K1, path = children(tree.parents_K), list[int]()
     for token in tokens:
         node = path[-1] if path else -1
-        found = next((child for child in children_K1[node + 1] if tree.tokens_K[child] == token), None)
-        if found is None:
+        match = next((child for child in children_K1[node + 1] if tree.tokens_K[child] == token), None)
+        if match is None:
             break
-        path.append(found)
+        path.append(match)
     return path
 
 

@@ -44,8 +44,8 @@ def verify_sampling(tokens_K: Tensor, q_KV: Tensor | None, p_K1V: Tensor, unifor
     Source: arXiv 2211.17192, algorithm 1 and appendix A.1.
     """
     accepted_1 = _leading(uniforms_K1[:-1] < acceptance(tokens_K, q_KV, p_K1V[:-1]))
-    law_1V = next_law(accepted_1, tokens_K, q_KV, p_K1V)
-    return _read(accepted_1, sample(law_1V, uniforms_K1[-1:]))
+    probs_1V = next_probs(accepted_1, tokens_K, q_KV, p_K1V)
+    return _read(accepted_1, sample(probs_1V, uniforms_K1[-1:]))
 
 
 def verify_tree_greedy(tokens_K: Tensor, parents_K: Parents, logits_K1V: Tensor) -> tuple[list[int], int]:
@@ -76,15 +76,15 @@ def verify_tree_sampling(
     children_K1 = children(parents_K)
     path, node = list[int](), -1
     while True:
-        law_V, parent = p_K1V[node + 1].double(), node
+        probs_V, parent = p_K1V[node + 1].double(), node
         for child in children_K1[parent + 1]:
-            stands, rest_V = candidate(law_V, None if q_KV is None else q_KV[child], tokens[child])
+            stands, rest_V = candidate(probs_V, None if q_KV is None else q_KV[child], tokens[child])
             if uniforms[child] < stands:
                 path.append(node := child)
                 break
-            law_V = rest_V
+            probs_V = rest_V
         if node == parent:
-            return path, int(sample(law_V, uniforms_K1[-1]))
+            return path, int(sample(probs_V, uniforms_K1[-1]))
 
 
 def candidate(p_V: Tensor, q_V: Tensor | None, token: int) -> tuple[float, Tensor]:
@@ -109,7 +109,7 @@ def acceptance(tokens_K: Tensor, q_KV: Tensor | None, p_KV: Tensor) -> Tensor:
     return (p_K / q_K).clamp(max=1.0)
 
 
-def next_law(accepted_1: Tensor, tokens_K: Tensor, q_KV: Tensor | None, p_K1V: Tensor) -> Tensor:
+def next_probs(accepted_1: Tensor, tokens_K: Tensor, q_KV: Tensor | None, p_K1V: Tensor) -> Tensor:
     """Law `[1, V]` of the token behind `accepted` draft tokens, not normalised.
 
     `max(0, p - q)` behind a rejection, `p` behind a whole draft. Where rounding leaves nothing of the difference,

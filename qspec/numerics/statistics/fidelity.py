@@ -84,8 +84,8 @@ def excess_p(inside: Sequence[bool], chances: Sequence[float]) -> float:
 
     if not chances:
         return 1.0
-    law, count = stats.poisson_binom(list(chances)), sum(inside)
-    return min(1.0, 2 * float(min(law.cdf(count), law.sf(count - 1))))
+    distribution, count = stats.poisson_binom(list(chances)), sum(inside)
+    return min(1.0, 2 * float(min(distribution.cdf(count), distribution.sf(count - 1))))
 
 
 def detectable_shift(chances: Sequence[float], level: float, power: float = 0.8) -> float:
@@ -94,14 +94,14 @@ def detectable_shift(chances: Sequence[float], level: float, power: float = 0.8)
 
     if not chances:
         return 1.0
-    law, most = stats.poisson_binom(list(chances)), len(chances)
-    first = bisect_right(range(most + 1), -level / 2, key=lambda count: -float(law.sf(count - 1)))
+    distribution, most = stats.poisson_binom(list(chances)), len(chances)
+    first = bisect_right(range(most + 1), -level / 2, key=lambda count: -float(distribution.sf(count - 1)))
 
-    def found(step: int) -> bool:
+    def detected(step: int) -> bool:
         moved = [min(1.0, chance + step / STEPS) for chance in chances]
         return first <= most and float(stats.poisson_binom(moved).sf(first - 1)) >= power
 
-    return bisect_left(range(STEPS), True, key=found) / STEPS
+    return bisect_left(range(STEPS), True, key=detected) / STEPS
 
 
 def _by_rows(f: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:

@@ -83,8 +83,8 @@ def pairs_needed(discordant: int, n: int, drop: float, level: float = 0.95, powe
 
 def _reach(level: float, power: float) -> float:
     """Standard errors that a true effect must be away from none, to be shown with `power`."""
-    law = NormalDist()
-    return law.inv_cdf((1 + level) / 2) + law.inv_cdf(power)
+    normal = NormalDist()
+    return normal.inv_cdf((1 + level) / 2) + normal.inv_cdf(power)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -121,9 +121,9 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
 
     if len(set(x)) < 2 or len(set(y)) < 2:
         return math.nan, math.nan
-    found = stats.spearmanr(x, y)
+    correlation = stats.spearmanr(x, y)
     if len(x) > 7:
-        return float(found.statistic), float(found.pvalue)
+        return float(correlation.statistic), float(correlation.pvalue)
     a = stats.rankdata(x)
     exact = stats.permutation_test(
         (stats.rankdata(y),),
@@ -132,7 +132,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
         n_resamples=math.inf,
         batch=BATCH,
     )
-    return float(found.statistic), float(exact.pvalue)
+    return float(correlation.statistic), float(exact.pvalue)
 
 
 def rank_interval(rho: float, n: int) -> tuple[float, float] | None:

@@ -46,11 +46,11 @@ def schedule(best: Mapping[int, int]) -> list[tuple[int, int, int]]:
     """`[lo, hi, K]` from the best draft length at each measured batch size, never rising: more rows never make drafts
     cheaper, so a rise is noise. Ranges reach from one measured size to the next.
     """
-    sizes, found, k = sorted(best), list[tuple[int, int, int]](), math.inf
+    sizes, ranges, k = sorted(best), list[tuple[int, int, int]](), math.inf
     for size, after in zip(sizes, [*sizes[1:], sizes[-1] + 1], strict=True):
         k = min(k, best[size])
-        if found and found[-1][2] == k:
-            found[-1] = (found[-1][0], after - 1, int(k))
+        if ranges and ranges[-1][2] == k:
+            ranges[-1] = (ranges[-1][0], after - 1, int(k))
         else:
-            found.append((size, after - 1, int(k)))
-    return found
+            ranges.append((size, after - 1, int(k)))
+    return ranges

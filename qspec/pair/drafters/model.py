@@ -140,9 +140,9 @@ class Model(ModelKind[ModelDraft]):
         spec = self.spec
         if own is None:
             assert spec.training is not None
-            asked = spec.training.layers
-            require_layers(asked, target)
-            kept = target.keep(range(asked) if isinstance(asked, int) else asked)
+            layers = spec.training.layers
+            require_layers(layers, target)
+            kept = target.keep(range(layers) if isinstance(layers, int) else layers)
             return Shape(spec.model, kept, spec.quantization, target.vocab_size)
         padded = replace(own.arch, vocab_size=target.vocab_size)
         return Shape(spec.model, padded, spec.quantization, own.arch.vocab_size, own.width(recipe.dtype))

@@ -83,9 +83,9 @@ class MlpDrafter:
         depth, newest = max(chain.k for chain in chains), [ask.context[-1] for ask in asks]
         first._heads.chains(hidden_BH, newest, depth, lambda i, *stage: chains[i].choose(*stage))
         tokens = [torch.tensor(chain.tokens, dtype=torch.long) for chain in chains]
-        laws = [first._widened(chain.laws) for chain in chains]
+        probs_KD = [first._widened(chain.probs_KD) for chain in chains]
         share = (perf_counter() - start) / sum(chain.stages for chain in chains)
-        made = zip(tokens, laws, chains, strict=True)
+        made = zip(tokens, probs_KD, chains, strict=True)
         return [Proposal(tokens_K, probs_KV, share * chain.stages) for tokens_K, probs_KV, chain in made]
 
     def _chain(self, ask: Ask) -> "_Chain":
@@ -110,12 +110,12 @@ class MlpDrafter:
         end = next((i + 1 for i, token in enumerate(path) if token in self._eos_ids), len(path))
         return path[:end]
 
-    def _widened(self, laws: list[Tensor]) -> Tensor | None:
+    def _widened(self, probs_KD: list[Tensor]) -> Tensor | None:
         """Laws over the target's vocabulary, 0 for ids that the head does not know."""
-        if not laws:
+        if not probs_KD:
             return None
-        wide_KV = torch.zeros(len(laws), self._head.shape.vocab_size)
-        wide_KV[:, self._ids_D[: self._known]] = torch.cat(laws)
+        wide_KV = torch.zeros(len(probs_KD), self._head.shape.vocab_size)
+        wide_KV[:, self._ids_D[: self._known]] = torch.cat(probs_KD)
         return wide_KV
 
 
@@ -132,20 +132,20 @@ class _Chain:
     size: int
     eos_ids: Collection[int]
     tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
+    probs_KD: list[Tensor] = field(default_factory=list)
     stages: int = 0
 
     def choose(self, best: int, probability: float, logits_1D: Tensor) -> int | None:
         """`nn.cpp.heads.Choose` of this chain."""
         self.stages += 1
         sampling, more = self.ask.sampling, self.ask.more
-        place, law_1D = best, None if sampling.greedy else sampling.law(logits_1D)
-        if more is not None and not more(probability if law_1D is None else float(law_1D.max())):
+        place, probs_1D = best, None if sampling.greedy else sampling.probs(logits_1D)
+        if more is not None and not more(probability if probs_1D is None else float(probs_1D.max())):
             return None
-        if law_1D is not None:
-            place_1, needed_1D = self.ask.draw(law_1D, len(self.tokens), self.size, self.ids_D)
+        if probs_1D is not None:
+            place_1, needed_1D = self.ask.draw(probs_1D, len(self.tokens), self.size, self.ids_D)
             place = int(place_1)
             if needed_1D is not None:
-                self.laws.append(needed_1D)
+                self.probs_KD.append(needed_1D)
         self.tokens.append(int(self.ids_D[place]))
         return None if len(self.tokens) == self.k or self.tokens[-1] in self.eos_ids else place

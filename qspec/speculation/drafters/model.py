@@ -124,14 +124,14 @@ class _Chain:
         """One more token, from the logits behind what was fed; or none, if none is wanted."""
         sampling, more = self.ask.sampling, self.ask.more
         logits_1V = logits_1V[:, : self.known]
-        law_1V = None if sampling.greedy else sampling.law(logits_1V)
-        if more is not None and not more(float((logits_1V.softmax(-1) if law_1V is None else law_1V).max())):
+        probs_1V = None if sampling.greedy else sampling.probs(logits_1V)
+        if more is not None and not more(float((logits_1V.softmax(-1) if probs_1V is None else probs_1V).max())):
             self.ended = True
             return
-        if law_1V is None:
+        if probs_1V is None:
             self.feed_T = logits_1V.argmax(-1)
         else:
-            self.feed_T, needed_1V = self.ask.draw(law_1V, len(self.tokens), self.size, slice(self.known))
+            self.feed_T, needed_1V = self.ask.draw(probs_1V, len(self.tokens), self.size, slice(self.known))
             if needed_1V is not None:
                 self.laws.append(needed_1V)
         self.tokens.append(self.feed_T)

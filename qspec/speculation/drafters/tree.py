@@ -55,7 +55,7 @@ class TreeDrafter:
         if len(context) <= self._lm.max_length:
             logits_1V = self._lm.forward(self._missing(context), last=1)
             self._cached = list(context)
-            tree = self._grown(self._law(logits_1V, sampling), min(k, self._depth), sampling)
+            tree = self._grown(self._probs(logits_1V, sampling), min(k, self._depth), sampling)
         return Proposal.certain(tree, perf_counter() - start)
 
     def reset(self) -> None:
@@ -87,7 +87,7 @@ class TreeDrafter:
             read += best
             tokens_T = torch.tensor([tree.tokens_K[node] for node in best])
             logits_TV = self._lm.forward_tree(tokens_T, subtree(tree, read).parents_K)
-            self._offer(tree, reach_K, best, self._law(logits_TV, sampling))
+            self._offer(tree, reach_K, best, self._probs(logits_TV, sampling))
         self._read = subtree(tree, read)
         return subtree(tree, likeliest(reach_K, self._nodes))
 
@@ -112,6 +112,6 @@ class TreeDrafter:
         ]
         return sorted(open_nodes, key=lambda node: -reach_K[node])[: self._width]
 
-    def _law(self, logits_TV: Tensor, sampling: Sampling) -> Tensor:
+    def _probs(self, logits_TV: Tensor, sampling: Sampling) -> Tensor:
         logits_TV = logits_TV[:, : self._tokens]
-        return logits_TV.softmax(-1) if sampling.greedy else sampling.law(logits_TV)
+        return logits_TV.softmax(-1) if sampling.greedy else sampling.probs(logits_TV)

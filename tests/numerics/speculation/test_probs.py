@@ -4,7 +4,7 @@ from hypothesis import given, strategies as st
 import pytest
 import torch
 
-from qspec.numerics.speculation.probs import exponentials, fits_float32, race, sample, target_law
+from qspec.numerics.speculation.probs import exponentials, fits_float32, race, sample, target_probs
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, -5.0, 0.0]], dtype=torch.float64)
 
@@ -31,46 +31,46 @@ def reference_law(logits: list[float], temperature: float, top_k: int, top_p: fl
 def test_filters_follow_the_common_order(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
     """Catches filters applied in another order, or top-p over the mass from before top-k."""
     values = [x / 100 for x in logits]
-    law = target_law(torch.tensor([values], dtype=torch.float64), temperature, top_k, top_p)[0]
+    law = target_probs(torch.tensor([values], dtype=torch.float64), temperature, top_k, top_p)[0]
     expected = torch.tensor(reference_law(values, temperature, top_k, top_p), dtype=torch.float64)
     assert torch.allclose(law, expected, rtol=0, atol=1e-14)  # a few float64 roundings of numbers below 1
 
 
 def test_temperature_zero_is_one_hot_at_the_first_best() -> None:
     """Catches a division by zero, and ties that keep more than one token."""
-    assert target_law(LOGITS, 0.0).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    assert target_probs(LOGITS, 0.0).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
 
 
 def test_tiny_temperature_is_finite() -> None:
     """Catches inf - inf = NaN where logits overflow at low temperature."""
-    law = target_law(torch.tensor([[1e4, 9e3, -1e4]]), 1e-38)
+    law = target_probs(torch.tensor([[1e4, 9e3, -1e4]]), 1e-38)
     assert law.tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_top_k_keeps_exactly_k_of_equals() -> None:
     """Catches a threshold that lets all tied tokens pass."""
-    assert (target_law(LOGITS, 1.0, top_k=2) > 0).sum(-1).tolist() == [2, 2]
+    assert (target_probs(LOGITS, 1.0, top_k=2) > 0).sum(-1).tolist() == [2, 2]
 
 
 def test_top_p_keeps_the_token_that_reaches_the_mass() -> None:
     """Catches an empty law where the best token alone exceeds top-p, and one token too many where it just reaches."""
     halves = torch.tensor([[0.0, 0.0, -100.0]], dtype=torch.float64)
-    assert (target_law(halves, 1.0, top_p=0.01) > 0).sum() == 1
-    assert (target_law(halves, 1.0, top_p=0.5) > 0).sum() == 1
-    assert (target_law(halves, 1.0, top_p=0.51) > 0).sum() == 2
+    assert (target_probs(halves, 1.0, top_p=0.01) > 0).sum() == 1
+    assert (target_probs(halves, 1.0, top_p=0.5) > 0).sum() == 1
+    assert (target_probs(halves, 1.0, top_p=0.51) > 0).sum() == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_top_p_keeps_one_token_however_small(dtype: torch.dtype) -> None:
     """Catches an empty law where top-p rounds to 0: a draw from it lies outside the vocabulary."""
     for shape in ((2, 4), (3, 2, 4)):
-        law = target_law(LOGITS.to(dtype).expand(shape), 1.0, top_p=1e-46)
-        assert torch.equal(law, target_law(LOGITS.to(dtype).expand(shape), 0.0))
+        law = target_probs(LOGITS.to(dtype).expand(shape), 1.0, top_p=1e-46)
+        assert torch.equal(law, target_probs(LOGITS.to(dtype).expand(shape), 0.0))
 
 
 def test_masked_vocabulary_stays_impossible() -> None:
     """Catches padding rows (logit -inf) that get probability back from a filter."""
-    law = target_law(torch.tensor([[0.0, -torch.inf, 1.0]]), 1.0, top_k=3, top_p=0.999)
+    law = target_probs(torch.tensor([[0.0, -torch.inf, 1.0]]), 1.0, top_k=3, top_p=0.999)
     assert law[0, 1] == 0
 
 
@@ -97,7 +97,7 @@ def test_large_vocabularies_keep_their_tail() -> None:
 
 def test_a_temperature_below_every_float_is_greedy() -> None:
     """Catches 0 / 0: in float32 a temperature of 1e-300 is 0, and the law NaN."""
-    law = target_law(LOGITS[:1].float(), 1e-300)
+    law = target_probs(LOGITS[:1].float(), 1e-300)
     assert law.tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 

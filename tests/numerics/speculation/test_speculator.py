@@ -6,9 +6,9 @@ import torch
 from qspec.numerics.speculation.speculator import (
     agreement,
     expected_tokens,
-    law_loss,
     overlap,
     overlap_loss,
+    probs_loss,
     rate_at,
     token_loss,
 )
@@ -22,7 +22,7 @@ LAWS = LOGITS.softmax(-1)
 def test_losses_follow_their_definitions():
     """Would catch ids that the draft does not know counted as its last one, or a mean over the kept ids."""
     expected = -(0.5 * LAWS[0, 2].log() + 0.6 * LAWS[1, 0].log() + 0.2 * LAWS[1, 1].log()) / 2
-    torch.testing.assert_close(law_loss(LOGITS, IDS, PROBS), expected)
+    torch.testing.assert_close(probs_loss(LOGITS, IDS, PROBS), expected)
     torch.testing.assert_close(overlap(LAWS, IDS, PROBS), torch.stack([LAWS[0, 2].clamp_max(0.5), LAWS[1, 0] + 0.2]))
     torch.testing.assert_close(overlap_loss(LOGITS, IDS, PROBS), 1 - overlap(LAWS, IDS, PROBS).mean())
     torch.testing.assert_close(token_loss(LOGITS, torch.tensor([2, -1])), -LAWS[0, 2].log() / 2)

@@ -12,7 +12,7 @@ from qspec.numerics.speculation.trees import children, path_to
 from qspec.numerics.speculation.verify import (
     acceptance,
     candidate,
-    next_law,
+    next_probs,
     verify_greedy,
     verify_sampling,
     verify_tree_greedy,
@@ -39,7 +39,7 @@ def outcomes(draft: tuple[int, ...], q_KV: Tensor | None, p_K1V: Tensor) -> Iter
         here = float(stands_K[:accepted].prod()) * (1 - float(stands_K[accepted]) if accepted < len(draft) else 1.0)
         if here == 0:
             continue  # the law behind a rejection that cannot happen means nothing
-        law_V = next_law(torch.tensor([accepted]), tokens_K, q_KV, p_K1V)[0]
+        law_V = next_probs(torch.tensor([accepted]), tokens_K, q_KV, p_K1V)[0]
         law_V = law_V / law_V.sum()
         for token, probability in enumerate(law_V.tolist()):
             yield (*draft[:accepted], token), here * probability
@@ -69,7 +69,7 @@ def output_law(
 def test_chain_drafts_leave_the_targets_law(vocab: int, sampling: Sampling) -> None:
     """Catches any flaw of the sampling rule: swapped p and q, a residual not clamped, a bonus from the wrong row."""
     p_table, q_table = table(10 + vocab, vocab), table(20 + vocab, vocab)
-    law = output_law(sampling.law(p_table), sampling.law(q_table), vocab, list(paths(vocab, 2)))
+    law = output_law(sampling.probs(p_table), sampling.probs(q_table), vocab, list(paths(vocab, 2)))
     expected = sequence_law(p_table, sampling, PROMPT, 2)
     assert law == pytest.approx(expected, abs=1e-12)  # float64: a few dozen roundings of numbers below 1
 
@@ -81,7 +81,7 @@ def test_one_hot_drafts_leave_the_targets_law(vocab: int, sampling: Sampling) ->
     p_table = table(10 + vocab, vocab)
     expected = sequence_law(p_table, sampling, PROMPT, 2)
     for draft in paths(vocab, 2):
-        law = output_law(sampling.law(p_table), None, vocab, [draft])
+        law = output_law(sampling.probs(p_table), None, vocab, [draft])
         assert law == pytest.approx(expected, abs=1e-12)  # as above
 
 
@@ -89,12 +89,12 @@ def test_one_hot_drafts_leave_the_targets_law(vocab: int, sampling: Sampling) ->
 @pytest.mark.parametrize("vocab", [3, 4])
 def test_decisions_change_exactly_where_the_law_says(vocab: int, certain: bool) -> None:
     """Catches `verify_sampling` using its pieces wrongly: a uniform number read twice, a decision at another place."""
-    p_VVV, q_VVV = Sampling(1.0).law(table(10 + vocab, vocab)), Sampling(1.0).law(table(20 + vocab, vocab))
+    p_VVV, q_VVV = Sampling(1.0).probs(table(10 + vocab, vocab)), Sampling(1.0).probs(table(20 + vocab, vocab))
     for draft in paths(vocab, 2):
         q_KV, p_K1V = None if certain else rows(q_VVV, draft)[:-1], rows(p_VVV, draft)
         tokens_K = torch.tensor(draft)
         for accepted in range(3):
-            law_V = next_law(torch.tensor([accepted]), tokens_K, q_KV, p_K1V)[0]
+            law_V = next_probs(torch.tensor([accepted]), tokens_K, q_KV, p_K1V)[0]
             cdf = (law_V / law_V.sum()).cumsum(0).tolist()
             stands = acceptance(tokens_K, q_KV, p_K1V[:-1]).tolist()
             if accepted < 2 and stands[accepted] == 1:
@@ -121,7 +121,7 @@ def test_one_position_is_exact_for_any_two_laws(weights: list[tuple[int, int]]) 
         stands = float(acceptance(tokens_K, q_V.unsqueeze(0), p_V.unsqueeze(0)))
         law_V[x] += q_V[x] * stands
         if stands < 1:
-            rest_V = next_law(torch.tensor([0]), tokens_K, q_V.unsqueeze(0), p_2V)[0]
+            rest_V = next_probs(torch.tensor([0]), tokens_K, q_V.unsqueeze(0), p_2V)[0]
             law_V += q_V[x] * (1 - stands) * rest_V / rest_V.sum()
     # 1e-9: where p and q differ by rounding only, their difference has few correct digits.
     assert torch.allclose(law_V, p_V, rtol=0, atol=1e-9)
@@ -247,7 +247,7 @@ def test_drawn_trees_leave_the_targets_law(tree: str, sampling: Sampling, replac
     if tree == "siblings" and not replacement and sampling.top_p < 1:
         sampling = Sampling(1.3, top_p=0.999)
     drafts = list(paths(vocab, len(parents)))
-    law = tree_output_law(sampling.law(p_table), sampling.law(q_table), parents, drafts, replacement)
+    law = tree_output_law(sampling.probs(p_table), sampling.probs(q_table), parents, drafts, replacement)
     assert law == pytest.approx(sequence_law(p_table, sampling, PROMPT, 3), abs=1e-12)  # float64, as for chains
 
 
@@ -259,7 +259,7 @@ def test_one_hot_trees_leave_the_targets_law(tree: str, sampling: Sampling) -> N
     p_table = table(10 + vocab, vocab)
     expected = sequence_law(p_table, sampling, PROMPT, 3)
     for draft in list(paths(vocab, len(parents)))[:: 1 if len(parents) < 4 else 97]:
-        law = tree_output_law(sampling.law(p_table), None, parents, [draft], True)
+        law = tree_output_law(sampling.probs(p_table), None, parents, [draft], True)
         assert law == pytest.approx(expected, abs=1e-12)  # as above
 
 
@@ -268,7 +268,7 @@ def test_one_hot_trees_leave_the_targets_law(tree: str, sampling: Sampling) -> N
 def test_tree_decisions_change_exactly_where_the_law_says(tree: str, scheme: str) -> None:
     """Catches a node decided by another's uniform number, a law of the wrong row, or a path that skips its parent."""
     vocab, parents = 4, TREES[tree]
-    p_VVV, q_VVV = Sampling(1.0).law(table(14, vocab)), Sampling(1.0).law(table(24, vocab))
+    p_VVV, q_VVV = Sampling(1.0).probs(table(14, vocab)), Sampling(1.0).probs(table(24, vocab))
     for tokens in list(paths(vocab, len(parents)))[:: 4 ** len(parents) // 16 + 1]:
         q_KV = None if scheme == "one-hot" else drawn_laws(q_VVV, parents, tokens, scheme == "with")
         if q_KV is not None and (q_KV.gather(-1, torch.tensor(tokens).unsqueeze(-1)) == 0).any():
@@ -287,7 +287,7 @@ def test_tree_decisions_change_exactly_where_the_law_says(tree: str, scheme: str
 
 def test_a_chain_is_a_tree_of_one_branch() -> None:
     """Catches two sampling rules that disagree on what both can verify."""
-    p_VVV, q_VVV = Sampling(1.0).law(table(14, 4)), Sampling(1.0).law(table(24, 4))
+    p_VVV, q_VVV = Sampling(1.0).probs(table(14, 4)), Sampling(1.0).probs(table(24, 4))
     generator = torch.Generator().manual_seed(2)
     for draft in paths(4, 3):
         q_KV, p_K1V = rows(q_VVV, draft)[:-1], rows(p_VVV, draft)

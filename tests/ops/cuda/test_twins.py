@@ -12,7 +12,7 @@ from qspec.numerics.quantization.affine import quantize_weight
 from qspec.numerics.quantization.blocks import Granularity, PerChannel, PerGroup, PerTensor
 from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8, NumFormat
 from qspec.numerics.speculation import verify
-from qspec.numerics.speculation.probs import sample, target_law
+from qspec.numerics.speculation.probs import sample, target_probs
 from qspec.numerics.speculation.trees import attention_mask
 from qspec.ops import cuda, reference, reference_cuda as twins
 
@@ -110,4 +110,4 @@ def test_rows_are_sampled_as_each_alone(temperature: float, top_k: int, top_p: f
     with DeviceOnly():
         got = cuda.sample_rows(logits, uniforms, temperature, top_k, top_p)
     for row, u, token in zip(logits, uniforms, got.tolist(), strict=True):
-        assert token == int(sample(target_law(row[None], temperature, top_k, top_p)[0], u))
+        assert token == int(sample(target_probs(row[None], temperature, top_k, top_p)[0], u))

@@ -86,7 +86,7 @@ def test_laws_are_those_of_the_stages():
     assert len(proposal.tokens_K) == 3
     logits = SMALL(target.hidden(), torch.tensor([[4, *proposal.tokens_K.tolist()[:2]]]))
     for logits_1D, law_V in zip(logits, proposal.probs_KV, strict=True):
-        torch.testing.assert_close(law_V[SMALL.ids_D], sampling.law(logits_1D)[0])
+        torch.testing.assert_close(law_V[SMALL.ids_D], sampling.probs(logits_1D)[0])
         assert float(law_V[[1, 4]].sum()) == 0
 
 
@@ -101,7 +101,7 @@ def test_a_seeds_drafts_race_by_the_numbers_of_their_ids():
         assert proposal.probs_KV is None
         for i, logits_1D in enumerate(SMALL(target.hidden(), torch.tensor([[4, *tokens[:2]]]))):
             arrivals_D = exponentials(seed, 3 + i, V)[SMALL.ids_D]
-            assert tokens[i] == int(SMALL.ids_D[(law.law(logits_1D)[0] / arrivals_D).argmax()])
+            assert tokens[i] == int(SMALL.ids_D[(law.probs(logits_1D)[0] / arrivals_D).argmax()])
 
 
 def test_drafting_ends():

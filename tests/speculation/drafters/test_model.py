@@ -73,7 +73,7 @@ def test_laws_are_those_the_tokens_were_drawn_from() -> None:
     text = [2, 5, *proposal.tokens_K.tolist()]
     assert proposal.probs_KV is not None
     for i in range(5):
-        expected = HOT.law(TABLE[text[i], text[i + 1]].unsqueeze(0))[0]
+        expected = HOT.probs(TABLE[text[i], text[i + 1]].unsqueeze(0))[0]
         assert torch.equal(proposal.probs_KV[i], expected)
         assert expected[text[i + 2]] > 0
 

@@ -27,7 +27,7 @@ def texts(proposal: Proposal) -> list[tuple[int, ...]]:
 
 
 def probability(sampling: Sampling, context: Sequence[int], path: Sequence[int]) -> float:
-    laws_VVV = TABLE.softmax(-1) if sampling.greedy else sampling.law(TABLE.flatten(0, 1)).view_as(TABLE)
+    laws_VVV = TABLE.softmax(-1) if sampling.greedy else sampling.probs(TABLE.flatten(0, 1)).view_as(TABLE)
     text = [*context, *path]
     return math.prod(float(laws_VVV[text[i - 2], text[i - 1], text[i]]) for i in range(len(context), len(text)))
 
