@@ -23,7 +23,7 @@ from qspec.memory import ran_out, rooms
 from qspec.readable import size as sized
 
 SECONDS, MEMORY = 10.0, 1 << 30
-"""Of the processor, and bytes beyond those that this process has, for work on small files; a limit of its own stays."""
+"""Seconds of processor time and bytes beyond those of this process, for work on small files; a tighter limit stays."""
 SECONDS_PER_MB, MEMORY_PER_BYTE = 1.0, 32
 """More of both for large files."""
 _PATIENCE = 10
@@ -74,7 +74,7 @@ def rehearse(work: Callable[[], object], where: str, size: int = 0) -> None:
 
 
 def _answer(reader: int, end: float) -> list[str] | None:
-    """What the process has written: nothing, or an error; None if it was ended first."""
+    """The lines that the process has written: none, or an error; None if it was ended first."""
     raw = b""
     while len(raw) < _MOST_ANSWER and (left := end - time.monotonic()) > 0:
         if select.select([reader], [], [], left)[0]:

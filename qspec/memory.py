@@ -24,7 +24,7 @@ _PHRASES = (
     "can't start new thread",
     "failed to map segment",
 )
-"""What libraries write into errors of other kinds: torch, safetensors, the C++ runtime, threads, the loader."""
+"""Phrases of libraries for memory that ran out: torch, safetensors, the C++ runtime, threads, the loader."""
 _UNLIMITED = 1 << 60
 
 
@@ -74,7 +74,7 @@ def tightest(proc: Path = Path("/proc")) -> str:
 
 
 def ran_out(error: BaseException) -> str | None:
-    """What an error, or one that it came from, says of memory that ran out, in one line; None for any other error."""
+    """One line on memory that ran out, from an error or one of its causes; None for any other error."""
     seen = set[int]()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

@@ -244,7 +244,7 @@ def measure_speed(pair: LoadedPair, arms: Mapping[str, Arm], progress: Progress)
 def results_of(
     manifest: Manifest, recipe: Recipe, accuracy: Accuracy | None = None, speed: Speed | None = None, **facts: str
 ) -> Results:
-    """What was measured of a pair under `recipe`, here. facts: of the environment, beside versions and machine."""
+    """Results of a pair under `recipe`, measured here. facts: of the environment, beside versions and machine."""
     halves = {"target": manifest.target, "draft": manifest.draft}
     return Results(
         name=recipe.name,

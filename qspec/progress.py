@@ -1,4 +1,4 @@
-"""What a person sees while a job runs (stages and bars on stderr), and what stays afterwards (`run.log`)."""
+"""Stages and bars that a person sees on stderr while a job runs, and the `run.log` that stays afterwards."""
 
 from collections.abc import Iterable, Iterator
 import io

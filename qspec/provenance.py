@@ -64,7 +64,7 @@ def digest_of(value: object) -> str:
 
 
 def environment() -> dict[str, str]:
-    """What a measurement depends on: interpreter, library versions, CPU, threads and, if there is one, the GPU."""
+    """Conditions of a measurement: interpreter, library versions, CPU, threads and, if there is one, the GPU."""
     import torch
 
     cpu, flags = _cpu()

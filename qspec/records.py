@@ -207,7 +207,7 @@ class Tokenizer(Protocol):
         """sha256 over ids, merges, special and added tokens and the chat template."""
 
     def parts(self) -> dict[str, Any]:
-        """What `fingerprint` covers, by name and comparable: vocabulary, merges, chat template, …"""
+        """Parts that `fingerprint` covers, by name and comparable: vocabulary, merges, chat template, …"""
 
     def vocabulary(self) -> dict[str, int]:
         """Id of every token, added ones included."""
@@ -239,7 +239,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """What calibration saw, by linear layer name (and by layer for K/V).
+    """Statistics of calibration, by name of a linear layer (and by layer for K/V).
 
     amax_K: per input channel, `[in]`; inputs_TK: a sample of inputs (rows), `[rows, in]`;
     k_amax_H / v_amax_H: per KV head `[n_kv_heads]`, keyed `model.layers.N.self_attn`; q_amax_H: per head; tokens: how
@@ -268,13 +268,13 @@ class QLinear:
     outliers: SparseMatrix | None = None
 
     def rounded_part(self, w_NK: Tensor) -> Tensor:
-        """What `weight` stands for in a float weight: all but the outliers."""
+        """The part of a float weight that `weight` stands for: all but the outliers."""
         return w_NK if self.outliers is None else w_NK.float() - self.outliers.dense()
 
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """What the runtime merges into one matmul, and which norm gains were folded; exported names stay as they are."""
+    """Layers that the runtime merges into one matmul, and folded norm gains; exported names stay as they are."""
 
     merged: tuple[tuple[str, ...], ...] = ()
     folded_norms: tuple[str, ...] = ()

@@ -41,7 +41,7 @@ from qspec.serving.vllm import original_serving, serving
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured, of which pair, with what at hand.
+    """A pair that is measured again, and the means for it.
 
     python: of an environment with vLLM; more: arguments of its servers.
     """
@@ -274,7 +274,7 @@ def write_results(new: Results, folder: Path, pair: Path | None, progress: Progr
 
 
 def prove_pair(folder: Path) -> list[str]:
-    """What was found, a sentence each. Raises `PairError` if drafts change the output, or none of them is of use."""
+    """A sentence for each finding. Raises `PairError` if drafts change the output, or none of them is of use."""
     pair = open_pair(folder)
     quick = BenchmarkSpec(prompts=pair.recipe.timing.prompts, max_new_tokens=48, repeats=1)
     recipe = pair.recipe.model_copy(update={"benchmark": quick})

@@ -1,4 +1,4 @@
-"""What a benchmark compares, what it asks, and what it gets."""
+"""Arms of a benchmark, the requests that they answer, and the runs that come of it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -60,7 +60,7 @@ def original_arms(pair: LoadedPair, original: Opened, draft: Opened | None = Non
 
 
 def draft_cost(pair: LoadedPair) -> PassCost | None:
-    """What the pair's draft reads and computes for a token; None for a lookup."""
+    """Bytes that the pair's draft reads and operations that it computes for a token; None for a lookup."""
     recipe, model = pair.recipe, pair.draft.model
     if model is not None:
         return _cost(model, recipe, recipe.draft.head_rows)
@@ -115,7 +115,7 @@ def load_originals(recipe: Recipe, progress: Progress) -> Originals:
 
 @dataclass(frozen=True)
 class Arms:
-    """What is compared: the models as they came, and the pair as it was packaged."""
+    """The arms that are compared: the models as they came, and the pair as it was packaged."""
 
     recipe: Recipe
     originals: Originals

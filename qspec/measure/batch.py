@@ -18,7 +18,7 @@ from qspec.speculation.batch import Prompt, generate_batch
 from qspec.speculation.types import DraftLength, Generation, Sampling
 
 Answers = list[list[Generation]]
-"""Of every repeat and group of prompts, in the order of measurement."""
+"""Generations of every repeat and group of prompts, in the order of measurement."""
 
 
 def measure_batches(

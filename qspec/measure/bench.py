@@ -52,7 +52,7 @@ def bench(
 
     A speculative arm is also compared with the plain arm that holds the same target object: for speed, and at
     temperature 0 token for token.
-    prove: the plain arm for which the first arm that drafts samples text, to be held against the target's law.
+    prove: the plain arm for which the first arm that drafts samples text, to be held against the target's distribution.
     """
     spec = recipe.timing
     room = min(arm.target.max_length for arm in arms.values()) - spec.max_new_tokens
@@ -179,7 +179,7 @@ def _turns(names: list[str], prompts: int, spec: BenchmarkSpec) -> Iterator[tupl
 
 
 def arm_facts(name: str, arms: Mapping[str, Arm]) -> ArmFacts:
-    """What the statistics need to know of an arm; `plain` names the plain arm of the same target."""
+    """Facts of an arm that the statistics need; `plain` names the plain arm of the same target."""
     arm = arms[name]
     plain = [other for other, a in arms.items() if a.drafter is None and a.target is arm.target]
     return ArmFacts(

@@ -26,7 +26,7 @@ lose more nats than short ones."""
 
 @dataclass(frozen=True)
 class Items:
-    """What the items of arms `a` and `b` say. `difference` is b - a, `recovery` b / a (None: a has no score).
+    """Comparison of arms `a` and `b` item by item. `difference`: b - a; `recovery`: b / a (None: a has no score).
 
     `only_a` / `only_b`: items that one arm did better on. `p_value`: None where items are not right or wrong.
     """
@@ -40,13 +40,13 @@ class Items:
     p_value: float | None
 
     def evidence(self, chance: float = 0.0) -> Evidence:
-        """What the items allow to be said of the difference; chance: the score of guessing."""
+        """Evidence that the items give of a difference; chance: the score of guessing."""
         score, m = self.means[0], self.difference
         discordant = self.only_a + self.only_b
         return of_difference(score, m.ci, self.p_value, m.n, m.detectable or 1.0, discordant, chance)
 
     def verdict(self, arm: str, chance: float = 0.0) -> str:
-        """What the numbers carry, in one sentence about `b`, which is called `arm`."""
+        """One sentence about `b`, named `arm`, that the numbers support."""
         evidence, n = self.evidence(chance), self.difference.n
         if evidence.open:
             return evidence.shortage("items")
@@ -76,7 +76,7 @@ def compare_likelihoods(a: Sequence[float | None], b: Sequence[float | None]) ->
 
 
 def task_evidence(task: TaskResult) -> Evidence:
-    """What a task's items allow to be said of the difference between its arms."""
+    """Evidence that a task's items give of a difference between its arms."""
     discordant, n = task.only_original + task.only_quantized, task.original.n
     least, chance = task.detectable, chance_of(task.task, task.original.condition)
     return of_difference(task.original.value, task.difference.ci, task.p_value, n, least, discordant, chance)
@@ -98,7 +98,7 @@ def chance_of(task: str, condition: Mapping[str, Scalar]) -> float:
 
 
 def task_verdict(task: TaskResult) -> str:
-    """What a task's numbers carry, in one sentence; whatever an older version wrote of numbers that carry nothing."""
+    """One sentence that a task's numbers support; a verdict of an older version is replaced where they support none."""
     evidence = task_evidence(task)
     text = evidence.shortage("items") if evidence.open else task.verdict
     if task.likelihood is None or evidence.chance is not None:

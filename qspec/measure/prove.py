@@ -1,9 +1,9 @@
-"""Evidence that drafts leave the law of a pair's tokens as it is: sampled text against the target's own law.
+"""Evidence that drafts do not change the distribution of a pair's tokens: sampled text against the target's own.
 
-Text is sampled with drafts; the target then reads it once more, plainly, so that the law of every token is known. Two
-counts are compared with what those laws say: tokens that the draft favours, where a draft was judged, and tokens of the
-likelier half of their law, everywhere. What lets too many drafts stand, or draws the wrong token behind a rejection,
-moves the first; a wrong context, temperature or filter the second.
+Text is sampled with drafts; the target then reads it once more, plainly, so that the distribution of every token is
+known. Two counts are compared with what those distributions say: tokens that the draft favours, where a draft was
+judged, and tokens of the likelier half of their distribution, everywhere. An engine that accepts too many drafts, or
+draws a wrong token behind a rejection, moves the first; a wrong context, temperature or filter the second.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,11 +31,11 @@ LENGTH = 4
 
 
 CERTAIN = 0.001
-"""p-value below which the law is said to be another one: a sound pair is accused once in a thousand times."""
+"""p-value below which the distribution is said to be another one: a sound pair is accused once in a thousand times."""
 
 
 SHIFT = 0.1
-"""Total variation that has to be detectable (in 4 of 5 cases) for tokens to be said to follow their law."""
+"""Total variation that has to be detectable (in 4 of 5 cases) for tokens to be said to follow their distribution."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ def marginals(arm: Arm, requests: Sequence[Request], seed: int, progress: Progre
 
 
 def _likelier_half(p_V: Tensor) -> Tensor:
-    """The fewest likeliest tokens that hold half of a law, bool `[V]`."""
+    """The fewest likeliest tokens that hold half of a distribution, bool `[V]`."""
     values_V, ids_V = p_V.sort(descending=True, stable=True)
     return torch.zeros(len(p_V), dtype=torch.bool).scatter_(0, ids_V, values_V.cumsum(0) - values_V < 0.5)
 
@@ -118,8 +118,8 @@ def _likelier_half(p_V: Tensor) -> Tensor:
 def _favoured(prompt: int, text: Generation, witness: Witness, p_TV: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Places in a text where a draft was judged, and the tokens that it favoured there, bool `[V]`.
 
-    Those are certain drafts, or the tokens that the draft's law holds likelier than the target's. Both are fixed by
-    what stands before, and never by the token that was drawn.
+    Those are certain drafts, or the tokens that the draft's distribution holds likelier than the target's. Both are
+    fixed by what stands before, and never by the token that was drawn.
     """
     start = 1  # the first token comes from the prompt's pass
     for step in text.steps:

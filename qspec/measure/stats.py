@@ -266,7 +266,7 @@ def _accepted(steps: Sequence[StepRecord]) -> int:
 
 
 def _tested(steps: Sequence[StepRecord]) -> int:
-    """Draft tokens that were judged: those that stood, and the first that did not."""
+    """Draft tokens that were judged: the accepted ones, and the first rejected one."""
     return sum(s.accepted + (s.accepted < s.drafted) for s in steps)
 
 

@@ -81,7 +81,7 @@ def locate(spec: ModelSpec) -> Location:
 
 @dataclass(frozen=True)
 class Header:
-    """What is read of a model before its weights, once: its `config.json`, or the header of its GGUF file."""
+    """The part of a model that is read before its weights, once: `config.json`, or the header of a GGUF file."""
 
     spec: ModelSpec
     config: Mapping[str, Any]

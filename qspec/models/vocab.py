@@ -77,7 +77,7 @@ def check_tokenizers(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def differing_parts(target: Tokenizer, draft: Tokenizer) -> list[str]:
-    """What of two tokenizers differs beside ids. The target's is used: the draft has learned from other text."""
+    """Parts in which two tokenizers differ beside ids. The target's is used: the draft has learned from other text."""
     ours, theirs = target.parts(), draft.parts()
     names = ("merges", "added tokens", "special tokens", "splitting", "chat template")
     return [name for name in names if ours[name] != theirs[name]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PassCost:
-    """What one pass of a model costs.
+    """Cost of one pass of a model.
 
     weight_bytes W: read by a pass of one row; kv_bytes k: read per cached token; ops: matmul operations per row (2 per
     weight that the row uses); attention_ops: operations per row and cached token. Of a mixture of experts, expert_bytes
@@ -34,7 +34,7 @@ class Rates:
 
 
 def bytes_moved(cost: PassCost, batch: int, context: int, rows: int = 1) -> float:
-    """What one pass reads: weights once, and each sequence's cache; experts as if every row chose its own at random."""
+    """Bytes that one pass reads: weights once, each sequence's cache, and experts as if every row chose at random."""
     unread = 1 - cost.expert_share
     more_experts = cost.expert_bytes * (unread - unread ** (batch * rows))
     return cost.weight_bytes + more_experts + batch * context * cost.kv_bytes

@@ -38,7 +38,7 @@ class PairContent:
 
 
 def check(pair: Path) -> list[str]:
-    """What was found in order, a sentence each. Raises `IntegrityError` naming the first file that is not.
+    """A sentence for each part that is in order. Raises `IntegrityError` naming the first file that is not.
 
     Looks at the manifest's own digest, at every file (path, size, sha256; none missing, none extra, no links), at
     every scale and float tensor, and at tokenizer and vocabulary of both halves.
@@ -98,7 +98,7 @@ def read_pair(pair: Path, whole: bool = False) -> PairContent:
 
 @contextmanager
 def _of_half(name: str) -> Iterator[None]:
-    """What is wrong within a half is wrong with the pair."""
+    """Raise an error of a half as an error of the pair."""
     try:
         yield
     except QspecError as error:
@@ -202,7 +202,7 @@ def lint(model: QuantizedModel) -> None:
 
 
 def _compare_tokenizers(manifest: Manifest, target: QuantizedModel, draft: QuantizedModel | None) -> list[str]:
-    """What is to be said of the tokenizers of both halves, which must agree with the manifest and one another."""
+    """Findings on the tokenizers of both halves, which must agree with the manifest and with one another."""
     recorded, findings = manifest.tokenizer, list[str]()
     if target.tokenizer.fingerprint() != recorded.fingerprint:
         raise IntegrityError("target/tokenizer.json", f"is not the tokenizer that {NAME} describes", _FETCH)
@@ -222,7 +222,7 @@ _DECIDES = ("--kv-cache-dtype", "--speculative-config", "--quantization", "--dty
 
 
 Subject = Literal["target", "draft", "pair"]
-"""What is measured: the target alone, the draft's distributions beside the target's, or both halves at work."""
+"""Subject of a measurement: the target alone, the draft's distributions beside the target's, or both halves at work."""
 _ORIGIN = {"model", "revision", "base_model", "training"}
 """Fields that say what a half was made from, and how: its files are what was measured."""
 

@@ -1,4 +1,4 @@
-"""What of a pair which runtime serves, how, and why not, and the commands. Versions: vLLM 0.33, transformers 5."""
+"""Runtimes that serve parts of a pair, with commands, or the reason why not. Versions: vLLM 0.33, transformers 5."""
 
 import json
 import shlex
@@ -23,7 +23,7 @@ _VLLM_LACKS = {
     "optimal": "draft length that follows measured cost",
 }
 HALF = ("--dtype", "bfloat16")
-"""Of vLLM on a CPU, whose INT8 kernels take 16-bit inputs only."""
+"""Arguments of vLLM on a CPU, whose INT8 kernels take 16-bit inputs only."""
 
 
 def exports(recipe: Recipe, sheet: DeviceSheet, arch: ArchMap | None = None) -> tuple[Served, ...]:

@@ -86,12 +86,12 @@ class LoadedPair:
         on_text: Callable[[str], None] | None = None,
         domain: str = "",
     ) -> Completion:
-        """Answer `prompt` (through the chat template, if there is one); the law is the target's, drafts or not.
+        """Answer `prompt` (by the chat template, if there is one); the distribution is the target's, drafts or not.
 
         Sampling defaults are the recipe's. A seed gives the same text again, also without drafts; None is another text
-        every time, of which somewhat more drafts stand (`spec.types.Repeatable`). `on_text` receives text as soon as
-        it is certain, from another thread while the next pass runs. `domain` names the kind of request, for draft
-        lengths that learn (`confidence`, `optimal`).
+        every time, of which somewhat more drafts are accepted (`speculation.types.Repeatable`). `on_text` receives text
+        as soon as it is certain, from another thread while the next pass runs. `domain` names the kind of request, for
+        draft lengths that learn (`confidence`, `optimal`).
         """
         _check_seed(seed)
         sampling, context = self._sampling(temperature, top_k, top_p), prompt_tokens(self.model.tokenizer, prompt)[0]
@@ -260,7 +260,7 @@ def open_fitting(
 
 
 def _weights_name(manifest: Manifest) -> str:
-    """What a target's packed weights are kept under: a digest of the files that they are made from."""
+    """Name under which a target's packed weights are kept: a digest of the files that they are made from."""
     files = [f"{file.path} {file.sha256}" for file in manifest.files if file.path.startswith("target/")]
     return hashlib.sha256("\n".join(files).encode()).hexdigest()
 
@@ -273,7 +273,7 @@ def _refuse_torch(dtype: torch.dtype, kernels: Kernels) -> None:
 
 
 def engine_options(recipe: Recipe) -> dict[str, Any]:
-    """What `open_decoder` is told beside model and length: a pair for a GPU runs on this machine's, if there is one."""
+    """Options of `open_decoder` beside model and length: a pair for a GPU runs on this machine's, if there is one."""
     own = None if recipe.dtype == "auto" else compute_dtype(recipe.dtype)
     return {"dtype": own, "gpu": gpu_for(recipe.device)}
 

@@ -106,7 +106,7 @@ def tidy(pair: Path) -> None:
 
 
 def _proof(speed: Mapping[str, Any]) -> dict[str, Any]:
-    """What was found of the pair's losslessness, the switches that would end it, and the files that were run."""
+    """Findings on the pair's losslessness, the switches that would end it, and the files that were run."""
     files = (speed.get("provenance") or {}).get("files")
     evidence = {"equality": speed["equality"], "marginals": speed.get("marginals")}
     return evidence | {"lossy_switches": SWITCHES, "files": files}
@@ -199,7 +199,7 @@ def _files(pair: Path, folder: Path) -> tuple[FileEntry, ...]:
 
 
 def _verify(model: QuantizedModel, back: QuantizedModel, name: str) -> None:
-    """What a reader gets are the codes and scales that were made; raises `IntegrityError`."""
+    """Compare the codes and scales that a reader gets with those that were made; raises `IntegrityError`."""
     for layer, linear in model.linears.items():
         other = back.linears[layer]
         same = torch.equal(linear.weight.codes.view(torch.uint8), other.weight.codes.view(torch.uint8))
@@ -239,4 +239,4 @@ SWITCHES = {
     "acceptance by a given rate (synthetic)": False,
     "another temperature, top-k or top-p for verification than for plain decoding": False,
 }
-"""What would make speculation lossy, and whether the engine does it. It has no option for any of these."""
+"""Methods that would make speculation lossy, and whether the engine uses them: it has no option for any of them."""

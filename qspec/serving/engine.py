@@ -46,7 +46,7 @@ class Until:
         self._stops, self._held, self.reached = stops, "", False
 
     def add(self, piece: str) -> str:
-        """What is certain of the text with `piece` behind it."""
+        """Add `piece`; returns the text that is certain now."""
         if self.reached:
             return ""
         text = self._held + piece
@@ -57,7 +57,7 @@ class Until:
         return text[:sure]
 
     def rest(self) -> str:
-        """What was held back and became nothing."""
+        """The text that was held back and became no stop string."""
         rest, self._held = self._held, ""
         return rest
 
@@ -116,7 +116,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a place in the batch keeps from request to request."""
+    """The part of a place in the batch that stays from request to request."""
 
     target: BatchLM
     drafter: Drafter | None
@@ -134,7 +134,7 @@ class _Going:
 
 @dataclass
 class Counts:
-    """Totals since the start. drafts: steps that drafted; accepted_at[i]: those whose draft token i stood."""
+    """Totals since the start. drafts: steps that drafted; accepted_at[i]: those that accepted draft token i."""
 
     requests: int = 0
     prompt_tokens: int = 0

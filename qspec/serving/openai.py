@@ -86,7 +86,7 @@ class Reply:
         return {**self._of(content, answer.reason), "usage": _usage(answer)}
 
     async def events(self, answer: Answer, options: StreamOptions | None) -> AsyncIterator[dict[str, Any]]:
-        """What a stream holds, in order, as the text comes."""
+        """Events of a stream, in order, as the text comes."""
         if self.chat:
             yield self._of({"delta": {"role": "assistant", "content": ""}})
         async for text in answer:

@@ -32,7 +32,7 @@ NEUTRAL = ("--generation-config", "vllm")
 
 @dataclass(frozen=True)
 class Serving:
-    """What is started: the target's folder, and the arguments behind it.
+    """A server that can be started: the target's folder, and the arguments behind it.
 
     warnings: what was not measured of that. notes: how each part is served, and what of it vLLM does not do.
     """

@@ -40,7 +40,7 @@ def on_device(
     on_tokens: Callable[[int, list[int]], None] | None = None,
     fork: bool = True,
 ) -> list[Generation] | None:
-    """What `batch.generate_batch` answers, from the loop of a target that is on a device; None where the host is to.
+    """Generations as of `batch.generate_batch`, by the loop of a target on a device; None where the host has to step.
 
     on_tokens: called every few steps. fork: whether each prompt has a fork of `target`; else it has `target` itself,
     which is left behind all tokens but the newest, as by `engine.generate`.

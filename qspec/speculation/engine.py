@@ -1,4 +1,4 @@
-"""The speculative loop: draft, verify all drafts in one target pass, commit what stands, roll the rest back.
+"""The speculative loop: draft, verify all drafts in one target pass, commit the accepted ones, roll the rest back.
 
 A step costs one target pass over K + 1 rows, K drafts in a chain or a tree; of a chain it reads one result on the host.
 `batch` runs several requests so. What `device` takes, here and there, runs on a GPU without the host.
@@ -29,7 +29,7 @@ def generate(
     on_tokens: Callable[[list[int]], None] | None = None,
     domain: str = "",
 ) -> Generation:
-    """Continue `prompt` with exactly the law of `target`; the drafter changes the speed only.
+    """Continue `prompt` with exactly the distribution of `target`; the drafter changes the speed only.
 
     drafter: None decodes plainly. policy: None is the heuristic from 5. generator: source of all randomness, unused if
     greedy. on_tokens: called with the tokens of each step as they are committed. domain: the request's kind, for

@@ -38,7 +38,7 @@ from qspec.speculation.types import (
 
 @dataclass(frozen=True)
 class Prompt:
-    """What one request of a batch brings; fields as in `engine.generate`. No two share a drafter or a policy."""
+    """One request of a batch, before its start; fields as in `engine.generate`. No two share a drafter or a policy."""
 
     tokens: list[int]
     max_new_tokens: int
@@ -84,7 +84,7 @@ class Request:
         return self.context[-1:]
 
     def ask(self) -> tuple[Drafter, Ask] | None:
-        """What is to be drafted for the coming step, and by whom; None: nothing."""
+        """The drafter of the coming step and its ask; None: nothing is drafted."""
         k = min(self.policy.next(), self.end - len(self.context) - 1, self._room)
         if self.drafter is None or k < 1:
             return None
@@ -100,12 +100,12 @@ class Request:
         return self.target.max_length - self.target.length - 1
 
     def rows(self, proposal: Proposal) -> tuple[Tensor, Parents | None]:
-        """What the target reads: the newest token, and drafts behind it; parents if they are a tree."""
+        """Rows that the target reads: the newest token, and drafts behind it; parents if they are a tree."""
         tokens_K1 = torch.tensor([self.context[-1], *proposal.tokens_K.tolist()])
         return tokens_K1, None if proposal.is_chain else under_root(proposal.parents)
 
     def verify(self, proposal: Proposal, logits_K1V: Tensor) -> Verdict:
-        """What stands, from logits behind the newest token and behind every draft."""
+        """The verdict, from logits behind the newest token and behind every draft."""
         if self.sampling.greedy:
             return self.verify_best(proposal, logits_K1V.argmax(-1))
         probs_K1V = self.sampling.probs(logits_K1V)
@@ -117,7 +117,7 @@ class Request:
         return _verdict(proposal, *_sampled(proposal, probs_K1V, uniforms_K1))
 
     def verify_best(self, proposal: Proposal, best_K1: Tensor) -> Verdict:
-        """`verify` where each row has one token that may stand: of greedy decoding its arg-max."""
+        """`verify` where each row has one token that may be accepted: of greedy decoding its arg-max."""
         tokens_K = proposal.tokens_K.to(best_K1.device)
         if not proposal.is_chain:
             return _verdict(proposal, *verify_tree_best(tokens_K, proposal.parents, best_K1))
@@ -125,7 +125,7 @@ class Request:
         return _verdict(proposal, list(range(accepted)), token)
 
     def commit(self, proposal: Proposal, verdict: Verdict) -> tuple[int, list[int]]:
-        """Keep what stands up to a stop token, roll the rest back: drafts to be counted, committed tokens."""
+        """Keep the accepted tokens up to a stop token, roll the rest back: drafts to be counted, committed tokens."""
         draft, path = proposal.tokens_K.tolist(), verdict.accepted
         tokens = self._until_eos([*(draft[node] for node in path), verdict.next_token])
         if proposal.is_chain:
@@ -162,7 +162,7 @@ class Request:
 
 
 def drafts(requests: Sequence[Request]) -> list[Proposal]:
-    """Of each, drafts that may all stand without passing its end, and whose rows fit into the target's cache."""
+    """Drafts of each request: all may be accepted within its end, and their rows fit into the target's cache."""
     asks = {i: ask for i, request in enumerate(requests) if (ask := request.ask()) is not None}
     proposals = dict(zip(asks, propose_together(list(asks.values())), strict=True))
     return [r.fitted(proposals[i], asks[i][1].k) if i in proposals else NOTHING for i, r in enumerate(requests)]
@@ -208,7 +208,7 @@ def _depth(proposal: Proposal) -> int:
 
 
 def _first_nodes(proposal: Proposal, count: int) -> Proposal:
-    """A proposal of the first `count` nodes: cut by number, not by what was drawn, so the law stays."""
+    """A proposal of the first `count` nodes: cut by number, not by what was drawn, so the distribution stays."""
     q_KV, parents_K = proposal.probs_KV, proposal.parents[:count]
     return replace(
         proposal,
@@ -219,7 +219,7 @@ def _first_nodes(proposal: Proposal, count: int) -> Proposal:
 
 
 def propose_together(asks: Sequence[tuple[Drafter, Ask]]) -> list[Proposal]:
-    """What each drafter proposes when it is asked so, as it would alone."""
+    """The proposal of each drafter for its ask, as it would be alone."""
     groups: dict[Hashable, list[int]] = {}
     for i, (drafter, _) in enumerate(asks):
         key = (type(drafter), drafter.group()) if isinstance(drafter, BatchDrafter) else i

@@ -42,7 +42,7 @@ class SpecStats:
 
     alpha: acceptance rate per tested token, with a 95 % interval that takes tokens as independent.
     tokens_per_step: accepted + 1, averaged; expected_tokens: what alpha predicts for it.
-    per_position: of the steps that drafted at least i + 1 tokens, the share whose token i stood, with 95 % intervals.
+    per_position: of the steps that drafted at least i + 1 tokens, the share that accepted token i, with 95 % intervals.
     c: draft seconds per drafted token / plain target step (median over steps: a draft's prefill does not count).
     verify_cost: verification / plain target step (median); verify_costs: the same by number of rows.
     predicted_speedup: from alpha, c and verify_cost at the draft lengths that were used (theorem 3.8, general form).
@@ -116,7 +116,7 @@ class SpecStats:
 
 
 def acceptance_by_position(steps: Sequence[StepRecord]) -> tuple[float, ...]:
-    """Of the steps that drafted at least i + 1 tokens, the share whose token i stood, for every i."""
+    """Share of steps that accepted token i, among those that drafted at least i + 1 tokens, for every i."""
     longest = max((s.drafted for s in steps), default=0)
     return tuple(mean(float(s.accepted > i) for s in steps if s.drafted > i) for i in range(longest))
 
@@ -132,7 +132,7 @@ def intervals_by_position(steps: Sequence[StepRecord]) -> tuple[tuple[float, flo
 def teacher_forced_betas(
     target: LM, draft: LM, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling
 ) -> Tensor:
-    """Acceptance rate beta of the draft behind every token of a text, float64 `[T]`: sums of minima of both laws.
+    """Acceptance rate beta of the draft behind every token of a text, float64 `[T]`: sum of minima of distributions.
 
     Positions are those that predict `answer`; ones that do not fit into either cache are left out. Its mean estimates
     alpha without drafting: no position is missed behind a rejection. Source: arXiv 2211.17192, section 3.2.

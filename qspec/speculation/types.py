@@ -1,4 +1,4 @@
-"""What drafters, verification and the engine say to each other."""
+"""Values that drafters, verification and the engine exchange."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class Sampling:
         return self.temperature == 0.0
 
     def probs(self, logits_TV: Tensor) -> Tensor:
-        """Laws `[T, V]` that tokens are drawn from; the same for target and draft."""
+        """Distributions `[T, V]` that tokens are drawn from; the same for target and draft."""
         return target_probs(logits_TV, self.temperature, self.top_k, self.top_p)
 
 
@@ -52,7 +52,7 @@ class Repeatable:
 
     The target's token at a position wins a race (`numerics.probs.race`) that the draft was not asked about; a draft
     that races by the same numbers mostly guesses it. So a text does not depend on how long drafts are, who makes them,
-    or whether there are any. Fewer drafts stand than under the rejection rule, where drafts are drawn: at total
+    or whether there are any. Fewer drafts are accepted than under the rejection rule, where drafts are drawn: at total
     variation d of draft and target (1 - d) / (1 + d) or more of them, against 1 - d.
     """
 
@@ -60,9 +60,9 @@ class Repeatable:
         self._numbers = lru_cache(_NUMBERS)(partial(exponentials, seed))
 
     def choose(self, laws_TV: Tensor, positions: Sequence[int], size: int, ids: Tensor | slice) -> Tensor:
-        """Tokens of laws at some positions, as places `[T]` in their rows, which hold `ids` of a vocabulary of `size`.
+        """Tokens drawn from distributions at some positions: places `[T]` in rows over `ids` of a vocabulary of `size`.
 
-        Laws of one position, over whichever part of the vocabulary, race by the same numbers.
+        Distributions of one position, over whichever part of the vocabulary, race by the same numbers.
         """
         arrivals_TV = torch.stack([self._numbers(position, size)[ids] for position in positions])
         return race(laws_TV, arrivals_TV.to(laws_TV.device))
@@ -75,19 +75,19 @@ _NUMBERS = 16
 
 
 def randomness(seed: int | None) -> Randomness:
-    """Of a seed, so that the text can be had again; None: new every time, and as many drafts stand as can."""
+    """Randomness of a seed, which repeats a text; None: new every time, with as many accepted drafts as possible."""
     return torch.Generator().manual_seed(secrets.randbits(63)) if seed is None else Repeatable(seed)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Draft tokens `[K]` (K may be 0) and the laws they were drawn from, `[K, V]`, or None: one-hot (certain).
+    """Draft tokens `[K]` (K may be 0) and the distributions they were drawn from, `[K, V]`, or None: one-hot (certain).
 
-    parents_K: the node before each token, -1 for the newest committed one, parents first; None is a chain. The law of
-    a node is that of its draw *given* its earlier siblings: the same again for draws with replacement, without the
-    earlier ones and normalised for draws without (`verify` says why). Nodes that were chosen and
-    not drawn (the likeliest ones, say) are certain. V is the target's vocabulary; `seconds` is what drafting took;
-    `source` says which of several drafters it was.
+    parents_K: the node before each token, -1 for the newest committed one, parents first; None is a chain. The
+    distribution of a node is that of its draw *given* its earlier siblings: the same again for draws with replacement,
+    without the earlier ones and normalised for draws without (`verify` says why). Nodes that were chosen and not drawn
+    (the likeliest ones, say) are certain. V is the target's vocabulary; `seconds` is what drafting took; `source` says
+    which of several drafters it was.
     """
 
     tokens_K: Tensor
@@ -98,7 +98,7 @@ class Proposal:
 
     @classmethod
     def certain(cls, tree: Tree, seconds: float) -> "Proposal":
-        """Of nodes that were chosen, not drawn."""
+        """A proposal of nodes that were chosen, not drawn."""
         return cls(torch.tensor(tree.tokens_K, dtype=torch.long), None, seconds, tuple(tree.parents_K))
 
     @property
@@ -118,9 +118,9 @@ NOTHING = Proposal(torch.empty(0, dtype=torch.long), None)
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one verification: the draft nodes that stand, in order, and the target's own next token.
+    """Outcome of one verification: the accepted draft nodes, in order, and the target's own next token.
 
-    `bonus`: they reach the draft's end; `recovered`: the next token replaces the drafts that did not stand.
+    `bonus`: they reach the draft's end; `recovered`: the next token replaces the rejected drafts.
     """
 
     accepted: tuple[int, ...]
@@ -129,12 +129,12 @@ class Verdict:
 
 
 class More(Protocol):
-    """What a drafter asks before each token of a chain."""
+    """Question of a drafter before each token of a chain: whether to draft on."""
 
     def __call__(self, confidence: float) -> bool:
         """Whether to draft one more token, of which the likeliest has this probability.
 
-        Asked before a token is drawn: leaving one out for what it is would bias the output law.
+        Asked before a token is drawn: leaving one out for what it is would bias the output distribution.
         """
 
     def begins(self, name: str) -> int:
@@ -174,9 +174,10 @@ class Ask(NamedTuple):
     more: More | None = None
 
     def draw(self, probs_1V: Tensor, ahead: int, size: int, ids: Tensor | slice) -> tuple[Tensor, Tensor | None]:
-        """A draft token `[1]`, `ahead` places behind the context's end, as a place in its law; and the law.
+        """A draft token `[1]`, `ahead` places behind the context's end, as a place in its distribution; and the latter.
 
-        The law covers `ids` of a vocabulary of `size`. It is None where verification does not need it (`Repeatable`).
+        The distribution covers `ids` of a vocabulary of `size`. It is None where verification does not need it
+        (`Repeatable`).
         """
         if isinstance(self.generator, Repeatable):
             return self.generator.choose(probs_1V, [len(self.context) + ahead], size, ids), None
@@ -188,7 +189,7 @@ class BatchDrafter(Drafter, Protocol):
     """One whose kind drafts for several requests in passes that they share (`together`)."""
 
     def group(self) -> Hashable:
-        """Of one kind, drafters of equal groups draft together."""
+        """Drafters of one kind and equal groups draft together."""
 
     @classmethod
     def propose_many(cls, drafters: Sequence[Self], asks: Sequence[Ask]) -> list[Proposal]:
@@ -210,7 +211,7 @@ class DraftLength(Protocol):
         """Most draft tokens of the coming step (0 = decode plainly)."""
 
     def judge(self) -> More | None:
-        """What the drafter of that step asks whether to go on; None where confidence does not matter."""
+        """The judge that a step's drafter asks whether to draft on; None where confidence does not matter."""
 
     def update(self, drafted: int, accepted: int, t_draft: float = 0.0, t_verify: float = 0.0) -> None:
         """Learn from a verified step and its seconds."""
@@ -228,8 +229,8 @@ class StepRecord:
 
     Every step commits `accepted` + 1 tokens. A stop token inside the accepted run counts as the step's own next token,
     and what was drafted from there on is not counted. Of a tree, `drafted` is the depth that was open to be accepted:
-    its own, or that of a branch that stood up to its end. `nodes`: every drafted token, stop token or not. `source`:
-    that of the proposal, of a drafter that has several.
+    its own, or that of a branch that was accepted up to its end. `nodes`: every drafted token, stop token or not.
+    `source`: that of the proposal, of a drafter that has several.
     """
 
     drafted: int

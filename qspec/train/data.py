@@ -1,7 +1,7 @@
-"""What a speculator head learns from: states and laws of the quantized target on text, and on answers of its own.
+"""Training data of a speculator head: states and distributions of the quantized target on text and its own answers.
 
-Letters: T rows of a sequence, H hidden size, K likeliest ids that are kept of a law. Row t holds a token, the target's
-final-norm state behind it, and the law of what follows.
+Letters: T rows of a sequence, H hidden size, K likeliest ids that are kept of a distribution. Row t holds a token, the
+target's final-norm state behind it, and the distribution of what follows.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -47,9 +47,9 @@ _FILE = "sequences.safetensors"
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sequence: tokens `[T]`, states `[T, H]` (float16), and laws as ids and probabilities `[T, K]`.
+    """One sequence: tokens `[T]`, states `[T, H]` (float16), and distributions as ids and probabilities `[T, K]`.
 
-    prompt_P: what was read before, of which no states and laws are kept.
+    prompt_P: what was read before, of which no states and distributions are kept.
     """
 
     tokens_T: Tensor
@@ -62,7 +62,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage's files are made of: token rows, those of a file together, and a key to all that decides them."""
+    """Sources of a stage's files: token rows, those of a file together, and a key to all that decides them."""
 
     name: str
     parts: list[list[list[int]]]
@@ -71,7 +71,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a draft is trained on, and the answers that are held out; key: all that decides them."""
+    """Rows that a draft is trained on, and answers that are held out; key: all that decides them."""
 
     text: list[Rollout]
     answers: list[Rollout]
@@ -82,7 +82,7 @@ class Lessons:
 def lessons(
     spec: TrainingData, folder: Path, target: QuantizedModel, seed: int, out: Path, progress: Progress
 ) -> Lessons:
-    """What the quantized model of `folder` reads and writes, kept in `out`: a call that was killed goes on.
+    """Texts and answers of the quantized model of `folder`, kept in `out`: a call that was killed goes on.
 
     Processes share the files of a stage.
     """

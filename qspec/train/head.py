@@ -1,6 +1,7 @@
-"""A speculator head in training: its data, the losses of all heads, and what share of their drafts would stand.
+"""A speculator head in training: its data, the losses of all heads, and what share of their drafts would be accepted.
 
-Letters: M rows of all sequences, H hidden size, K kept ids of a law, N heads, V vocabulary, D draft vocabulary.
+Letters: M rows of all sequences, H hidden size, K kept ids of a distribution, N heads, V vocabulary, D draft
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ _MOST_JUDGED = 8192
 
 @dataclass(frozen=True)
 class Batch:
-    """States `[T, H]`, tokens that heads read, and what they should say: the tokens behind and the target's laws."""
+    """States `[T, H]`, tokens that heads read, and their labels: the tokens behind and the target's distributions."""
 
     hidden_TH: Tensor
     tokens_TN: Tensor
@@ -57,7 +58,7 @@ class HeadData:
     starts: Tensor
 
     def batch(self, starts_T: Tensor, n: int) -> Batch:
-        """What `n` heads read and learn at some starts."""
+        """Inputs and labels of `n` heads at some starts."""
         rows_TN = starts_T[:, None] + torch.arange(1, n + 1)
         return Batch(
             self.hidden_MH[starts_T].float(),
@@ -78,7 +79,7 @@ class HeadData:
 
 
 def frequent_ids(rollouts: Sequence[Rollout], size: int, vocab_size: int) -> Tensor | None:
-    """The `size` ids that the target's laws give most mass to, rising `[D]`; None: all of them."""
+    """The `size` ids that the target's distributions give most mass to, rising `[D]`; None: all of them."""
     if not 0 < size < vocab_size:
         return None
     mass_V = torch.zeros(vocab_size, dtype=torch.float64)

@@ -149,7 +149,7 @@ def train(
 
 
 def facts(seed: int, spec: TrainingSpec, target: QuantizedModel, course: Course) -> dict[str, Any]:
-    """What a trained draft says of its training."""
+    """Facts of its training that a trained draft carries."""
     best = next(entry for entry in course.curve if entry["step"] == course.best_step)
     return {
         "target": dict(target.source),
@@ -264,7 +264,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
-    """What is trained, tied parts once, copied."""
+    """Copies of the trained weights, tied parts once."""
     return {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
 
 

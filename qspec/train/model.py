@@ -1,9 +1,9 @@
 """A draft model in training: which of its target's layers stay; whole sequences behind their prompts, one at a time.
 
-Layers go one by one: the one without which the law stays closest. Measured, not ranked by how little a layer turns its
-input (ShortGPT, arXiv 2403.03853), and anew after each layer that went, since neighbours that can stand in for each
-other cannot both go (SLEB, arXiv 2402.09025).
-Letters: P tokens of a prompt, T rows of a sequence, H hidden size, V vocabulary, K kept ids of a law.
+Layers go one by one: the one without which the distribution stays closest. Measured, not ranked by how little a layer
+turns its input (ShortGPT, arXiv 2403.03853), and anew after each layer that went, since neighbours that can stand in
+for each other cannot both go (SLEB, arXiv 2402.09025). Letters: P tokens of a prompt, T rows of a sequence, H hidden
+size, V vocabulary, K kept ids of a distribution.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ class SequenceData:
 class ModelLearner:
     """A causal language model of transformers; implements `train.loop.Learner` over `SequenceData`.
 
-    Gradients are added up sequence by sequence: nothing is padded, and memory holds one sequence's laws.
+    Gradients are added up sequence by sequence: nothing is padded, and memory holds one sequence's distributions.
     """
 
     module: Any
@@ -110,7 +110,7 @@ class ModelLearner:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A layer that went, and the KL divergence from the model's law without it and all before, nats per token."""
+    """A dropped layer, and the KL divergence from the whole model without it and those before, nats per token."""
 
     layer: int
     kl: float

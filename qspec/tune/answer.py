@@ -1,4 +1,4 @@
-"""What all predictions say together: the front, the choice within a budget, and that choice in words."""
+"""The front of all predictions, the choice within a budget, and its reason in words."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +68,7 @@ def pick(every: Sequence[Prediction], budget: BudgetSpec) -> tuple[Prediction, b
 
 
 def limits(budget: BudgetSpec) -> tuple[float | None, ...]:
-    """What `Prediction.limited` may be; without `max_kl` what `qspec run` calls ready of any number of bits."""
+    """Limits of `Prediction.limited`; without `max_kl` the KL that `qspec run` calls ready at any number of bits."""
     return None, budget.max_kl or FEWER.kl, budget.ttft_s, budget.memory_gb
 
 

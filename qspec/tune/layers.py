@@ -47,7 +47,7 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What a search found for one draft beside one target. draft: that of the chosen state, with its rules.
+    """Result of a search for one draft beside one target. draft: that of the chosen state, with its rules.
 
     sizes, seconds: bytes and predicted seconds of a one-row pass, by stop.
     """
@@ -62,7 +62,7 @@ class Lowered:
 
 
 def ladders(space: Space) -> list[Ladder]:
-    """Of every draft in one KV format that has more than one form; forms whose settings rules cannot say are left out.
+    """A ladder for every draft and KV format with more than one form; forms that rules cannot express are left out.
 
     A rule gives a layer another scheme and group size; what else a form sets, its draft's others must set alike.
     """
@@ -206,7 +206,7 @@ class Lowering:
         return self._distributions(levels)["acceptance"], 1 / seconds
 
     def _distributions(self, levels: Levels) -> Json:
-        """What a mix says, and its acceptance: the mean overlap with the target's law, at temperature 1 if greedy.
+        """Distributions of a mix, and its acceptance: the mean overlap with the target's, at temperature 1 if greedy.
 
         The overlap moves with every layer, where agreement of likeliest tokens jumps.
         """

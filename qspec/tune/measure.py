@@ -101,7 +101,7 @@ class Pieces:
         return {key: environment()[key] for key in ("cpu", "threads", "qspec", "torch")}
 
     def setting(self, names: Iterable[str]) -> Any:
-        """What decides a piece of these halves."""
+        """Settings that decide a piece of these halves."""
 
         def facts(name: str) -> Any:
             model, size = self.halves.model(name), self.halves.draft_vocab(name)
@@ -135,7 +135,7 @@ class Pieces:
         return Rounds(*({int(d): s for d, s in kept[part].items()} for part in ("engine", "draft")))
 
     def target(self, name: str, passes: Passes) -> TargetPiece:
-        """Harm, prompts and laws of a target, whose passes take what is given."""
+        """Harm, prompts and distributions of a target, whose passes take what is given."""
         fidelity, text = self._recipe.evaluation.fidelity, self.texts
 
         def make() -> Json:
@@ -153,7 +153,7 @@ class Pieces:
         return TargetPiece(passes, kept["kl"], ci, kept["top1"], ttft, kept["law"])
 
     def draft(self, name: str, passes: Passes) -> DraftPiece:
-        """What a draft says, and its prompts or calls; passes: of one with weights."""
+        """Distributions of a draft, and its prompts or calls; passes: of a draft with weights."""
         draft, text, most = self.halves.space.drafts[name].recipe.draft, self.texts, max(self._spec.lengths)
         settings = [draft.model_dump(mode="json"), self._source, text, most, asdict(self.sampling)]
         if draft.drafts_from == "text":

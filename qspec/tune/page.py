@@ -1,4 +1,4 @@
-"""What a joint search found, as data and as a page: predicted beside measured."""
+"""Result of a joint search, as data and as a page: predicted beside measured."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +112,7 @@ class Outcome:
 
     @property
     def warning(self) -> str:
-        """What speaks against predictions that were not put to the test; empty where all that were held."""
+        """Warning about predictions that were not tested; empty where all that were tested held."""
         missed = sum(c.off for c in self.confirmed)
         if not missed:
             return ""
@@ -143,7 +143,7 @@ class Outcome:
 
     @cached_property
     def _missed(self) -> tuple[list[float], list[float]]:
-        """Of the confirmed ones: errors as logarithms, and the half-widths of their stated intervals."""
+        """Errors of the confirmed predictions as logarithms, and the half-widths of their stated intervals."""
         return [math.log1p(c.error) for c in self.confirmed], [_half(c.prediction) for c in self.confirmed]
 
 

@@ -1,4 +1,4 @@
-"""What a joint search measures once per half, to combine it for every pair: times of passes, and what it would say."""
+"""Measurements of each half, once, that a joint search combines for every pair: times of passes, distributions."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 MASS_KEPT = 256
-"""Likeliest tokens of a sampled law that are kept; the overlap of two laws misses at most the smaller tail."""
+"""Likeliest tokens of a sampled distribution that are kept; the overlap of two misses at most the smaller tail."""
 
 
 Texts = Sequence[tuple[list[int], list[int]]]
@@ -103,7 +103,7 @@ def answer_logits(lm: LM, texts: Texts) -> Iterator[Tensor]:
 
 
 def distributions(logits: Iterable[Tensor], sampling: Sampling) -> Json:
-    """What a half says behind every position of the answers, by text: its likeliest token, exactly.
+    """Distributions of a half behind every position of the answers, by text: its likeliest token, exactly.
 
     Where requests are sampled also its `MASS_KEPT` likeliest tokens with their probabilities under `sampling`.
     """
@@ -119,7 +119,7 @@ def distributions(logits: Iterable[Tensor], sampling: Sampling) -> Json:
 
 @torch.no_grad()
 def draft_runs(drafter: Drafter, texts: Texts, most: int, target: LM | None = None) -> Json:
-    """Behind every position of every answer: tokens that a draft without a model proposes, and how many stand.
+    """Behind every position of every answer: tokens that a draft without a model proposes, and how many are accepted.
 
     seconds: of a call, or, of a speculator head, of a token. target: the one whose states a head reads.
     """

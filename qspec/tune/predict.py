@@ -33,7 +33,7 @@ class TargetPiece:
 
 @dataclass(frozen=True)
 class DraftPiece:
-    """What drafts: a `law` with `passes` of its own, or `runs` on the text (by target, or under "" for all of them).
+    """A draft's `distributions` and `passes`, or its `runs` on the text (by target, or under "" for all of them).
 
     prompts: seconds in which a draft model reads each text's prompt. seconds: of a call without a model; per token for
     a speculator head, which has no call that is shorter.
@@ -47,7 +47,7 @@ class DraftPiece:
     per_token: bool = False
 
     def seconds_of(self, drafted: int, unread: int, text: int, batch: int) -> float:
-        """Of all passes of one step's drafts.
+        """Seconds of all passes of one step's drafts.
 
         The first round of a request reads the prompt in its first pass. Without a model `batch` sequences cost so many
         times one: of heads, which draft for all in one pass a token, that is an upper bound.
@@ -96,12 +96,12 @@ class Prediction:
 
     @property
     def costs(self) -> tuple[float, float, float]:
-        """What the front is over."""
+        """Costs that the front is over."""
         return self.seconds, self.kl, self.memory
 
     @property
     def limited(self) -> tuple[float, ...]:
-        """What budgets are about, the time of a token first."""
+        """Values that budgets limit, the time of a token first."""
         return self.seconds, self.kl, self.ttft, self.memory / 1e9
 
 
@@ -140,7 +140,7 @@ class Model:
         return Prediction(target, draft, gamma, seconds, ci, tokens, *harm, piece.ttft, memory)
 
     def seconds(self, target: str, draft: str, gamma: int, batch: int = 1) -> float:
-        """Of a token of each of `batch` sequences, once its prompt is read by the target."""
+        """Seconds of a token of each of `batch` sequences, once its prompt is read by the target."""
         if gamma == 0:
             rounds = batch * self._rounds.seconds(0, model=False)
             return pass_seconds(self._targets[target].passes, batch, 1) + rounds

@@ -86,7 +86,7 @@ class Study:
 
     @cached_property
     def _requests(self) -> tuple[list[Request], list[Request]]:
-        """Of every category the first prompts are for acceptance, the others confirm."""
+        """The first prompts of every category, for acceptance, and the others, which confirm."""
         spec, mine = self.recipe.timing, self.spec.per_category
         whole = spec.model_copy(update={"per_category": spec.per_category and mine + spec.per_category})
         room = self.halves.max_length - max(spec.max_new_tokens, self.spec.tokens)
@@ -122,7 +122,7 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome
 
 
 def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = None) -> WhatIf:
-    """What another device would make of the recipe's space, in `out/what-if-DEVICE.json` and `.html`.
+    """Prediction of the recipe's space on another device, in `out/what-if-DEVICE.json` and `.html`.
 
     Acceptance and KL are measured here and kept in `out`, seconds follow from a data sheet; nothing is confirmed.
     Raises `RecipeError` for a device without one, `OutputError` for a folder of something that was run.

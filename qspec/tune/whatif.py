@@ -24,7 +24,7 @@ from qspec.tune.predict import DraftPiece, Model, Passes, Prediction, TargetPiec
 
 BANDWIDTH_SHARE = 0.8
 COMPUTE_SHARE = 0.6
-"""Of the data sheet's figures that a pass is assumed to reach."""
+"""Share of the data sheet's figures that a pass is assumed to reach."""
 SHOWN = 12
 """Pairs of the page's table by context, the fastest first."""
 
@@ -110,7 +110,7 @@ def predict_device(pieces: Pieces, sheet: DeviceSheet) -> WhatIf:
 
 
 def device_model(pieces: Pieces, sheet: DeviceSheet, context: int) -> Model:
-    """Measured laws and harm with the passes of a data sheet; every request brings a prompt of `context` tokens."""
+    """Measured distributions and harm with passes of a data sheet; each request has a prompt of `context` tokens."""
     space, targets, drafts = pieces.halves.space, dict[str, TargetPiece](), dict[str, DraftPiece]()
     for name, pair in space.targets.items():
         target = pieces.target(name, passes(pair.target, sheet, pieces, context))

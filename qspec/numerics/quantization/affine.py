@@ -84,7 +84,7 @@ def quantize_weight(
 
 
 def _block_weights(importance_K: Tensor, rows: int, granularity: Granularity) -> Tensor:
-    """What `importance` is for the values of each block, up to where blocks repeat: all rows of a weight have it."""
+    """`importance` of the values of each block, up to where blocks repeat: all rows of a weight share it."""
     match granularity:
         case PerTensor():
             period = rows

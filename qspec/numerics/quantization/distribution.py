@@ -56,7 +56,7 @@ def outlier_channels(amax_K: Tensor) -> Tensor:
 
 
 def kurtosis(x: Tensor) -> float:
-    """Fourth standardized moment of all values (Pearson): 3 for a normal law, 1.8 for a uniform; NaN without spread.
+    """Fourth standardized moment of all values (Pearson): 3 if they are normal, 1.8 if uniform; NaN without spread.
 
     Heavy tails make it large: the range that a scale must cover then is far wider than where most values lie.
     """

@@ -20,7 +20,7 @@ from qspec.numerics.quantization.codes import dequantize_blocks, quantize_blocks
 from qspec.numerics.quantization.formats import NumFormat
 
 _LEAST_STEP, _MOST = 2.0**-20, 65504.0
-"""Of float16: a step that keeps four bits, and the largest number."""
+"""Limits of float16: a step that keeps four bits, and the largest number."""
 
 
 @dataclass(frozen=True)

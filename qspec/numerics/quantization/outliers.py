@@ -22,7 +22,7 @@ CHUNK = 1 << 18
 SAMPLE = 1 << 16
 """Elements on which the price of a place is found."""
 STEPS, MARGIN = 16, 1.1
-"""Of the search for that price: halvings of its logarithm, and how many too many a sample may find."""
+"""Search for the price: halvings of its logarithm, and the factor by which a sample may find too many outliers."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def split(
 
 @dataclass(frozen=True)
 class _Weigher:
-    """What keeping elements of blocks apart gains. `prefixes`: how many of the largest magnitudes to try, 0 first."""
+    """Gain of keeping elements of blocks apart. `prefixes`: how many of the largest magnitudes to try, 0 first."""
 
     fmt: NumFormat
     symmetric: bool

@@ -1,4 +1,4 @@
-"""Next-token laws: from logits and sampling settings to probabilities, and from uniform numbers to tokens.
+"""Next-token distributions: from logits and sampling settings to probabilities, and from uniform numbers to tokens.
 
 Shape letters: T positions, K draws, V vocabulary. Settings apply in the common order: temperature, top-k, top-p.
 """
@@ -46,9 +46,9 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
 def race(probs_TV: Tensor, arrivals_TV: Tensor) -> Tensor:
     """Token ids `[T]`: the first to arrive where token v takes `arrivals[v] / probs[v]`; it is v with `probs[v]`.
 
-    arrivals: numbers of `exponentials`, above 0. Two laws that race by the same numbers choose the same token with
-    probability (1 - d) / (1 + d) or more, d being their total variation. `probs` need not sum to one.
-    Source: arXiv 2408.07978, section 3.
+    arrivals: numbers of `exponentials`, above 0. Two distributions that race by the same numbers choose the same token
+    with probability (1 - d) / (1 + d) or more, d being their total variation. `probs` need not sum to one. Source:
+    arXiv 2408.07978, section 3.
     """
     return (probs_TV / arrivals_TV).argmax(-1)
 

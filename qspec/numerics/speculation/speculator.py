@@ -1,7 +1,7 @@
-"""Losses and acceptance of draft heads against a target's law, of which the likeliest ids are known.
+"""Losses and acceptance of draft heads against a target's distribution, of which the likeliest ids are known.
 
-Letters: T positions, D ids that the draft knows, K ids that are kept of the target's law; an id that the draft does
-not know is -1.
+Letters: T positions, D ids that the draft knows, K ids that are kept of the target's distribution; an id that the draft
+does not know is -1.
 """
 
 import math
@@ -28,17 +28,17 @@ def token_loss(logits_TD: Tensor, tokens_T: Tensor) -> Tensor:
 
 
 def probs_loss(logits_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
-    """Mean cross-entropy under the target's law: KL divergence but for a constant. What is not known is left out."""
+    """Mean cross-entropy under the target's distribution: KL divergence up to a constant. Unknown ids are left out."""
     return -(known(ids_TK, probs_TK) * looked_up(logits_TD.log_softmax(-1), ids_TK)).sum(-1).mean()
 
 
 def overlap_loss(logits_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
-    """Mean of 1 - the sum of minima of both laws: how often a sampled draft is rejected, at most."""
+    """Mean of 1 - the sum of minima of both distributions: how often a sampled draft is rejected, at most."""
     return 1 - overlap(logits_TD.softmax(-1), ids_TK, probs_TK).mean()
 
 
 def overlap(laws_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
-    """Sum of minima of both laws `[T]`, over the kept ids: at least how often a sampled draft stands (Leviathan)."""
+    """Sum of minima of both distributions `[T]`, over the kept ids: least acceptance of a sampled draft (Leviathan)."""
     return torch.minimum(looked_up(laws_TD, ids_TK), known(ids_TK, probs_TK)).sum(-1)
 
 
@@ -58,7 +58,7 @@ def looked_up(values_TD: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def expected_tokens(alphas: list[float]) -> float:
-    """Tokens per step of a chain whose draft i stands with probability `alphas[i]` if those before it do."""
+    """Tokens per step of a chain whose draft i is accepted with probability `alphas[i]` if those before are."""
     reach, total = 1.0, 1.0
     for alpha in alphas:
         reach *= alpha

@@ -1,4 +1,4 @@
-"""What speculation gains (arXiv 2211.17192): expected tokens, walltime, operations, the best draft length.
+"""Gain of speculation (arXiv 2211.17192): expected tokens, walltime, operations, the best draft length.
 
 alpha: acceptance rate; gamma: draft length; c: seconds of a draft step / of a target step; c_hat: the same ratio of
 arithmetic operations; verify cost: seconds of a target pass over gamma + 1 rows / over one row.
@@ -12,7 +12,7 @@ from operator import mul
 from qspec.numerics.statistics.fidelity import wilson_interval
 
 Rate = float | Sequence[float]
-"""Acceptance rate of every draft token, or of the token at each position if all before it stood (the last goes on)."""
+"""Acceptance rate of every draft token, or by position, given that all before were accepted (the last goes on)."""
 
 
 def expected_tokens(alpha: Rate, gamma: int) -> float:
@@ -21,7 +21,7 @@ def expected_tokens(alpha: Rate, gamma: int) -> float:
 
 
 def survival(alpha: Rate, gamma: int) -> list[float]:
-    """Chances that a draft stands up to each of its positions 0 … gamma (position 0: always)."""
+    """Chances that a draft is accepted up to each of its positions 0 … gamma (position 0: always)."""
     if isinstance(alpha, int | float):
         return [alpha**i for i in range(gamma + 1)]
     return list(accumulate((alpha[min(i, len(alpha) - 1)] for i in range(gamma)), mul, initial=1.0))
@@ -72,7 +72,7 @@ def pass_cost(known: Mapping[int, float], rows: int) -> float:
 def alpha_from_counts(drafted: Sequence[int], accepted: Sequence[int]) -> tuple[float, tuple[float, float]]:
     """Acceptance rate with its 95 % Wilson interval, from the counts of each step.
 
-    A step tests its accepted tokens and, if not all stand, the rejected one; tokens behind a rejection are never
+    A step tests its accepted tokens and, if not all, the rejected one; tokens behind a rejection are never
     tested. This is the maximum-likelihood estimate for independent tokens. Without any test: `0, (0, 1)`.
     """
     n_accepted = sum(accepted)

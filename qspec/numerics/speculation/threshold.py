@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 MISS_COST = 3.0
-"""Price of stopping behind a token that stands; drafting on behind one that falls is 1 (transformers' choice)."""
+"""Price of stopping behind an accepted token; drafting on behind a rejected one is 1 (transformers' choice)."""
 
 
 def best_threshold(
@@ -11,7 +11,7 @@ def best_threshold(
 ) -> float | None:
     """Threshold of the least `FPR + miss_cost * FNR`, drafting on at or above it; the lowest of equals.
 
-    FPR: share of fallen tokens at or above it; FNR: share of standing ones below. None unless tokens of both kinds
+    FPR: share of rejected tokens at or above it; FNR: share of accepted ones below. None unless tokens of both kinds
     were seen.
     """
     good = sum(accepted)
@@ -20,8 +20,8 @@ def best_threshold(
         return None
     best, cost, kept_good, kept_bad = 1.0, miss_cost, 0, 0
     ranked = sorted(zip(confidences, accepted, strict=True), reverse=True)
-    for i, (confidence, stands) in enumerate(ranked):
-        kept_good, kept_bad = kept_good + stands, kept_bad + (not stands)
+    for i, (confidence, hit) in enumerate(ranked):
+        kept_good, kept_bad = kept_good + hit, kept_bad + (not hit)
         if i + 1 < len(ranked) and ranked[i + 1][0] == confidence:
             continue  # equal confidences fall together
         now = kept_bad / bad + miss_cost * (1 - kept_good / good)

@@ -1,4 +1,4 @@
-"""Which draft tokens stand: the greedy rule and the sampling rule of speculative decoding (arXiv 2211.17192).
+"""Which draft tokens are accepted: the greedy rule and the sampling rule of speculative decoding (arXiv 2211.17192).
 
 They are two rules: the sampling rule at temperature 0 would accept ties that greedy decoding does not choose.
 Shape letters: K draft tokens, V vocabulary; `[K1]` is K + 1 rows, one per draft token and one behind the last. In a
@@ -6,12 +6,12 @@ tree (`numerics.speculation.trees`) row 0 is behind the root and row i + 1 behin
 The verification of a chain reads its result on the host once, that of a tree once more for every node it tests.
 
 **Several candidates for one position** (SpecInfer, arXiv 2305.09781, section 4.3). Siblings x1, x2, … are tested in
-turn, the first against the target's law p1 = p. Sibling j was drawn from q_j, which may depend on the siblings before
-it; it stands with probability min(1, p_j(x) / q_j(x)), and where it does not, the next is tested against
-p_{j+1} = norm(max(0, p_j - q_j)); behind the last, the next token is drawn from what is left. By the identity
-min(p_j, q_j) + max(0, p_j - q_j) = p_j, from the last sibling backwards, the token that comes out follows p_j given
-all that was rejected before, hence p. For draws with replacement all q_j are one law; for draws without, q_j has no
-mass on earlier siblings; for candidates that were chosen and not drawn, q_j is one-hot, whatever chose them.
+turn, the first against the target's distribution p1 = p. Sibling j was drawn from q_j, which may depend on the siblings
+before it; it is accepted with probability min(1, p_j(x) / q_j(x)), and where it is not, the next is tested against
+p_{j+1} = norm(max(0, p_j - q_j)); behind the last, the next token is drawn from what is left. By the identity min(p_j,
+q_j) + max(0, p_j - q_j) = p_j, from the last sibling backwards, the token that comes out follows p_j given all that was
+rejected before, hence p. For draws with replacement all q_j are one distribution; for draws without, q_j has no mass on
+earlier siblings; for candidates that were chosen and not drawn, q_j is one-hot, whatever chose them.
 """
 
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ def verify_best(tokens_K: Tensor, best_K1: Tensor) -> tuple[int, int]:
 
 
 def verify_sampling(tokens_K: Tensor, q_KV: Tensor | None, p_K1V: Tensor, uniforms_K1: Tensor) -> tuple[int, int]:
-    """Accept or replace draft tokens so that the output follows the target's law exactly: `(accepted, next_token)`.
+    """Accept or replace draft tokens; the output follows the target's distribution exactly: `(accepted, next_token)`.
 
-    `q`: the laws that the tokens were drawn from, None for drafts that are certain (one-hot); `p`: the target's laws.
-    The first K uniform numbers in [0, 1) decide acceptance, the last one draws the next token.
+    `q`: the distributions that the tokens were drawn from, None for drafts that are certain (one-hot); `p`: the
+    target's distributions. The first K uniform numbers in [0, 1) decide acceptance, the last one draws the next token.
     Source: arXiv 2211.17192, algorithm 1 and appendix A.1.
     """
     accepted_1 = _leading(uniforms_K1[:-1] < acceptance(tokens_K, q_KV, p_K1V[:-1]))
@@ -66,11 +66,11 @@ def verify_tree_best(tokens_K: Tensor, parents_K: Parents, best_K1: Tensor) -> t
 def verify_tree_sampling(
     tokens_K: Tensor, parents_K: Parents, q_KV: Tensor | None, p_K1V: Tensor, uniforms_K1: Tensor
 ) -> tuple[list[int], int]:
-    """Accept a path of draft nodes so that the output follows the target's law exactly: `(path, next_token)`.
+    """Accept a path of draft nodes so that the output follows the target's distribution exactly: `(path, next_token)`.
 
-    `q`: the law of each node's draw given its earlier siblings, None for nodes that are certain (one-hot); nothing else
-    may depend on what was drawn, such as which nodes stay in the tree. `p`: the target's laws. Uniform number i decides
-    node i, the last one draws the next token. Why it is exact: at the top of this file.
+    `q`: the distribution of each node's draw given its earlier siblings, None for nodes that are certain (one-hot);
+    nothing else may depend on what was drawn, such as which nodes stay in the tree. `p`: the target's distributions.
+    Uniform number i decides node i, the last one draws the next token. Why it is exact: at the top of this file.
     """
     tokens, uniforms = tokens_K.tolist(), uniforms_K1.tolist()
     children_K1 = children(parents_K)
@@ -78,8 +78,8 @@ def verify_tree_sampling(
     while True:
         probs_V, parent = p_K1V[node + 1].double(), node
         for child in children_K1[parent + 1]:
-            stands, rest_V = candidate(probs_V, None if q_KV is None else q_KV[child], tokens[child])
-            if uniforms[child] < stands:
+            chance, rest_V = candidate(probs_V, None if q_KV is None else q_KV[child], tokens[child])
+            if uniforms[child] < chance:
                 path.append(node := child)
                 break
             probs_V = rest_V
@@ -88,20 +88,20 @@ def verify_tree_sampling(
 
 
 def candidate(p_V: Tensor, q_V: Tensor | None, token: int) -> tuple[float, Tensor]:
-    """One draft token against a law: the probability that it stands, and the law where it does not, float64.
+    """One draft token against a distribution: its chance of acceptance, and the distribution after rejection, float64.
 
-    Where rounding leaves nothing of the difference, p = q up to rounding, and p itself is the law.
+    Where rounding leaves nothing of the difference, p = q up to rounding, and p itself is the distribution.
     """
     if q_V is None:
-        stands, rest_V = float(p_V[token]), p_V.index_fill(0, torch.tensor(token, device=p_V.device), 0.0)
+        chance, rest_V = float(p_V[token]), p_V.index_fill(0, torch.tensor(token, device=p_V.device), 0.0)
     else:
-        stands, rest_V = float(p_V[token] / q_V[token]), (p_V - q_V).clamp(min=0.0)
+        chance, rest_V = float(p_V[token] / q_V[token]), (p_V - q_V).clamp(min=0.0)
     mass = float(rest_V.sum())
-    return min(stands, 1.0), rest_V / mass if mass > 0 else p_V
+    return min(chance, 1.0), rest_V / mass if mass > 0 else p_V
 
 
 def acceptance(tokens_K: Tensor, q_KV: Tensor | None, p_KV: Tensor) -> Tensor:
-    """Probability `min(1, p / q)` that each draft token stands, float64 `[K]`."""
+    """Probability `min(1, p / q)` that each draft token is accepted, float64 `[K]`."""
     p_K = p_KV.gather(-1, tokens_K.unsqueeze(-1)).squeeze(-1).double()
     if q_KV is None:
         return p_K
@@ -113,7 +113,7 @@ def next_probs(accepted_1: Tensor, tokens_K: Tensor, q_KV: Tensor | None, p_K1V:
     """Law `[1, V]` of the token behind `accepted` draft tokens, not normalised.
 
     `max(0, p - q)` behind a rejection, `p` behind a whole draft. Where rounding leaves nothing of the difference,
-    p = q up to rounding, and p itself is the law.
+    p = q up to rounding, and p itself is the distribution.
     """
     p_1V = p_K1V.index_select(0, accepted_1)
     if tokens_K.numel() == 0:

@@ -1,4 +1,4 @@
-"""What a measured effect allows to be said: it is shown, it is not, or too few values were measured to say anything.
+"""Evidence of a measured effect: the effect is shown, it is not, or too few values were measured to say anything.
 
 Every report asks here before it names a gain, a loss or an interval.
 """
@@ -23,7 +23,7 @@ GUESSED = 0.05
 
 @dataclass(frozen=True)
 class Evidence:
-    """What `n` values say of an effect.
+    """Evidence that `n` values give of an effect.
 
     sign: 1 above no effect, -1 below, 0 not shown. ci: 95 % interval, None where it says nothing. detectable: smallest
     true effect that is shown in 4 of 5 repetitions, None where that is larger than what the quantity could do.

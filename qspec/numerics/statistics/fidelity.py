@@ -1,8 +1,8 @@
-"""How close two models are (per token), how sure a measured difference is, and whether tokens follow their law.
+"""Closeness of two models per token, certainty of a difference, and whether tokens follow their distribution.
 
-Laws are over the vocabulary. Every sampled token is drawn from a law that is known, so the chance that it falls into a
-set which was fixed before the draw is known too. The number that do is a sum of Bernoulli variables, whose law is exact
-for any chances (Poisson binomial).
+Distributions are over the vocabulary. Every sampled token is drawn from a distribution that is known, so the chance
+that it falls into a set which was fixed before the draw is known too. The number that do is a sum of Bernoulli
+variables, whose distribution is exact for any chances (Poisson binomial).
 """
 
 from bisect import bisect_left, bisect_right
@@ -37,7 +37,7 @@ def nll(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
 
 
 def sum_of_minima(p_TV: Tensor, q_TV: Tensor) -> Tensor:
-    """`sum min(p, q)` of two laws, float64 `[T]`: the acceptance rate of q's draft under p (arXiv 2211.17192, 3.6)."""
+    """`sum min(p, q)` of two distributions, float64 `[T]`: acceptance of q's draft under p (arXiv 2211.17192, 3.6)."""
     return _by_rows(lambda p, q: torch.minimum(p, q).sum(-1, dtype=torch.float64), p_TV, q_TV)
 
 

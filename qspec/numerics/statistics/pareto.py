@@ -1,4 +1,4 @@
-"""What is not dominated, what is nearest to a budget, and a draft length for every batch size."""
+"""The Pareto front, the candidate nearest to a budget, and a draft length for every batch size."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import math
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 K = TypeVar("K")
 Costs = tuple[float, ...]
-"""Of one candidate, less is better; NaN is not known and never better."""
+"""Costs of one candidate. Less is better; NaN is unknown and never better."""
 
 
 def front(costs: Mapping[K, Costs]) -> list[K]:

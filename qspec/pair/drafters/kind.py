@@ -1,4 +1,4 @@
-"""What a kind of draft does at every stage of its life; each kind is one subclass.
+"""Kinds of drafts, at every stage of their life; each kind is one subclass.
 
 A draft that follows from the text alone needs a `drafter`; the rest has defaults, of a draft that no server knows.
 """
@@ -26,7 +26,7 @@ S = TypeVar("S", bound=DraftSpec)
 
 @dataclass(frozen=True)
 class Weights:
-    """What a draft computes with, ready to run: a quantized model and its decoder, or a head; nothing for a lookup."""
+    """Weights of a draft, ready to run: a quantized model and its decoder, or a head; nothing for a lookup."""
 
     model: QuantizedModel | None = None
     decoder: AnyDecoder | None = None

@@ -15,8 +15,8 @@ LOOKUP, MODEL = "lookup", "model"
 class CombinedDrafter:
     """Asks `lookup` first, and `model` where that drafts nothing: it found nothing, or `more` wanted nothing of it.
 
-    `more` may pass over each of them, or let it draft less. It never sees what would be drafted, so the output law
-    stays the target's. Proposals say their source: `lookup` or `model`.
+    `more` may pass over each of them, or let it draft less. It never sees what would be drafted, so the output
+    distribution stays the target's. Proposals say their source: `lookup` or `model`.
     """
 
     def __init__(self, lookup: Drafter, model: Drafter) -> None:
@@ -74,5 +74,5 @@ class CombinedDrafter:
 
 
 def _allowed(ask: Ask, name: str) -> Ask:
-    """What is asked, of at most as many tokens as `more` lets that drafter draft."""
+    """The same ask, for at most as many tokens as `more` lets the drafter draft."""
     return ask if ask.more is None else ask._replace(k=min(ask.k, ask.more.begins(name)))

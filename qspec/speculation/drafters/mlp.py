@@ -18,8 +18,8 @@ from qspec.speculation.types import NOTHING, Ask, More, Proposal, Randomness, Sa
 class MlpDrafter:
     """Drafts as many tokens as the head has stages, each of the state before and of the token chosen there.
 
-    tokens: how many ids of the target are no padding (default: all); ids from there on are never drafted, nor are
-    those outside of the head's draft vocabulary: the laws of proposals have probability 0 there. eos_ids: nothing is
+    tokens: how many ids of the target are no padding (default: all); ids from there on are never drafted, nor are those
+    outside of the head's draft vocabulary: the distributions of proposals have probability 0 there. eos_ids: nothing is
     drafted behind one. candidates above 1: a tree of the likeliest paths, `top_k` of every stage being looked at.
     """
 
@@ -65,7 +65,7 @@ class MlpDrafter:
         generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
-        """At most `k` tokens: a chain, with laws where somebody needs them, or a tree, of which `more` is not asked."""
+        """At most `k` tokens: a chain, with distributions where they are needed, or a tree, which ignores `more`."""
         if k < 1:
             return NOTHING
         return self.propose_many([self], [Ask(context, k, sampling, generator, more)])[0]
@@ -111,7 +111,7 @@ class MlpDrafter:
         return path[:end]
 
     def _widened(self, probs_KD: list[Tensor]) -> Tensor | None:
-        """Laws over the target's vocabulary, 0 for ids that the head does not know."""
+        """Distributions over the target's vocabulary, 0 for ids that the head does not know."""
         if not probs_KD:
             return None
         wide_KV = torch.zeros(len(probs_KD), self._head.shape.vocab_size)

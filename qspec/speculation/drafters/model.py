@@ -20,9 +20,8 @@ class ModelDrafter:
     """Drafts a chain token by token from `lm`, under the same sampling settings as the target.
 
     vocab_size: the target's padded vocabulary (default: the draft's own); tokens: how many ids of it are no padding
-    (default: all). Ids from there on are never drafted.
-    eos_ids: drafting ends behind one of these, since nothing behind it can stand. This reads every token on the host
-    as it is drawn; without them a proposal is read once.
+    (default: all). Ids from there on are never drafted. eos_ids: drafting ends behind one of these, since nothing
+    behind it can be accepted. This reads every token on the host as it is drawn; without them a proposal is read once.
     """
 
     def __init__(
@@ -55,10 +54,10 @@ class ModelDrafter:
         generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
-        """At most `k` tokens, as many as the draft's cache has room for, and their laws (None: nobody needs them).
+        """At most `k` tokens, as many as the draft's cache has room for, and their distributions (None: not needed).
 
-        `more` is told the largest probability of each token's law, if greedy of the draft's own at temperature 1. This
-        reads every token on the host.
+        `more` is told the largest probability of each token's distribution, if greedy of the draft's own at temperature
+        1. This reads every token on the host.
         """
         return self.propose_many([self], [Ask(context, k, sampling, generator, more)])[0]
 
@@ -96,7 +95,7 @@ class ModelDrafter:
     def _proposal(self, context: list[int], chain: "_Chain") -> Proposal:
         tokens_K = torch.cat(chain.tokens) if chain.tokens else NOTHING.tokens_K
         self._cached = (context + tokens_K.tolist())[: self._lm.length]
-        probs_KV = self._widen(torch.cat(chain.laws)) if chain.laws else None
+        probs_KV = self._widen(torch.cat(chain.drawn_1V)) if chain.drawn_1V else None
         return Proposal(tokens_K, probs_KV, chain.seconds)
 
     def _widen(self, probs_KV: Tensor) -> Tensor:
@@ -118,7 +117,7 @@ class _Chain:
     ended: bool
     seconds: float
     tokens: list[Tensor] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
+    drawn_1V: list[Tensor] = field(default_factory=list)
 
     def add(self, logits_1V: Tensor) -> None:
         """One more token, from the logits behind what was fed; or none, if none is wanted."""
@@ -133,7 +132,7 @@ class _Chain:
         else:
             self.feed_T, needed_1V = self.ask.draw(probs_1V, len(self.tokens), self.size, slice(self.known))
             if needed_1V is not None:
-                self.laws.append(needed_1V)
+                self.drawn_1V.append(needed_1V)
         self.tokens.append(self.feed_T)
         self.ended = len(self.tokens) == self.k or (bool(self.eos_ids) and int(self.feed_T) in self.eos_ids)
 

@@ -10,7 +10,7 @@ from qspec.numerics.speculation.trees import merged_chains
 from qspec.speculation.types import More, Proposal, Randomness, Sampling
 
 BYTES_PER_TOKEN = 640
-"""What remembering a token takes at most: an entry of the index for each match size, and the token itself."""
+"""Memory of one token at most: an entry of the index for each match size, and the token itself."""
 OCCURRENCES = 32
 """Places that are kept of any one match; the newest."""
 LONG_MATCH = 8

@@ -16,11 +16,11 @@ NO_TREE = Tree([], [])
 class TreeDrafter:
     """Expands best first: each pass reads the `width` likeliest nodes not yet read and offers `width` children of each.
 
-    After at most `depth` passes it proposes the `nodes` of largest path probability under the draft's law (greedy: at
-    temperature 1). They are chosen, not drawn, so they are certain (one-hot), which is exact for sampling too. Nodes
-    that will not be proposed are not read, and nothing is drafted behind one of `eos_ids`. tokens: how many ids of the
-    target are no padding (default: all of the draft's); ids from there on are never drafted.
-    Source: EAGLE-2, arXiv 2406.16858, section 4.
+    After at most `depth` passes it proposes the `nodes` of largest path probability under the draft's distribution
+    (greedy: at temperature 1). They are chosen, not drawn, so they are certain (one-hot), which is exact for sampling
+    too. Nodes that will not be proposed are not read, and nothing is drafted behind one of `eos_ids`. tokens: how many
+    ids of the target are no padding (default: all of the draft's); ids from there on are never drafted. Source:
+    EAGLE-2, arXiv 2406.16858, section 4.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TreeDrafter:
                     reach_K.append(before * probability)
 
     def _next(self, tree: Tree, reach_K: list[float], read: list[int], depth: int) -> list[int]:
-        """What to read: the likeliest nodes that would be proposed now and may have children."""
+        """Nodes to read: the likeliest that would be proposed now and may have children."""
         depths_K, known = depths(tree.parents_K), set(read)
         open_nodes = [
             node

@@ -278,7 +278,7 @@ class Mean:
 
 @dataclass
 class Account:
-    """What a drafter may still lose, and what the steps without it have earned, in plain steps."""
+    """Balance of a drafter: the loss that it may still make, and the gain of steps without it, in plain steps."""
 
     balance: float = field(default_factory=lambda: ALLOWANCE / 2)
     invested: float = 0.0  # lost to reading in this request, to be paid back by its end

@@ -1,4 +1,4 @@
-"""What policies remember, by kind of request."""
+"""Memory of policies, by kind of request."""
 
 from collections import OrderedDict
 from collections.abc import Callable

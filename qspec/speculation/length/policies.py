@@ -37,7 +37,7 @@ class Fixed:
 
 
 class Heuristic:
-    """Two more after a draft that stood whole, one less after a rejection, within `[1, max_k]`."""
+    """Two more after a draft that was accepted whole, one less after a rejection, within `[1, max_k]`."""
 
     def __init__(self, k: int = 5, max_k: int = 16) -> None:
         self._first, self._max, self._k = k, max_k, k
@@ -60,9 +60,9 @@ class Heuristic:
 class Confidence:
     """Drafts until the draft's own probability of its newest token falls below a threshold, at most `max_k` tokens.
 
-    The threshold is fitted to the last `SEEN` tested tokens of the request's domain once some stood and some fell:
-    least false-positive rate + 3 × false-negative rate. Tokens below it stay in their proposal and are tested too.
-    Drafters that state no confidence draft `k`.
+    The threshold is fitted to the last `SEEN` tested tokens of the request's domain once some were accepted and some
+    were not: least false-positive rate + 3 × false-negative rate. Tokens below it stay in their proposal and are tested
+    too. Drafters that state no confidence draft `k`.
     """
 
     def __init__(self, k: int = 5, max_k: int = 16, threshold: float = 0.4) -> None:
