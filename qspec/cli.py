@@ -683,7 +683,7 @@ def _serve_own(pair: Path, host: str, port: int, at_once: int, speculative: bool
     from qspec.serving.server import serving_own
 
     with ending_as_interrupted(), serving_own(pair, host, port, at_once, speculative) as server:
-        runs = engine_name(server.answers.pair.target)
+        runs = engine_name(server.scheduler.pair.target)
         print(f"http://{host}:{port}/v1: {pair} on qspec's {runs}; Ctrl-C stops it", flush=True)
         server.serve_forever()
 

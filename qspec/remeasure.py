@@ -40,7 +40,7 @@ from qspec.serving.vllm import original_serving, serving
 
 
 @dataclass(frozen=True)
-class Job:
+class Remeasurement:
     """A pair that is measured again, and the means for it.
 
     python: of an environment with vLLM; more: arguments of its servers.
@@ -94,7 +94,7 @@ def evaluate_pair(
     with sole_writer(pair) if keep else nullcontext(), staged_dir(out) as part:
         target, manifest, work = examine(pair)[1]["target"], read_manifest(pair), part / "work"
         recipe = recipe.whole() if whole else settled(recipe, plain_cost(recipe, target.arch))
-        job = Job(recipe, pair, target, work, python or Path(sys.executable), progress, more)
+        job = Remeasurement(recipe, pair, target, work, python or Path(sys.executable), progress, more)
         served = Accuracy(tasks=(*_by_running(job), *_by_vllm(job)))
         accuracy = served.measured_on(provenance(manifest, recipe, "target")).updated(_own(job))
         shutil.rmtree(work, ignore_errors=True)
@@ -118,14 +118,14 @@ def _by(recipe: Recipe, backend: Backend | None) -> Recipe:
     return recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"tasks": tasks})})
 
 
-def _by_running(job: Job) -> list[TaskResult]:
+def _by_running(job: Remeasurement) -> list[TaskResult]:
     if not job.names("api"):
         return []
     with running(job.recipe.evaluation.api) as servers:
         return job.evaluated("api", servers)
 
 
-def _by_vllm(job: Job) -> list[TaskResult]:
+def _by_vllm(job: Remeasurement) -> list[TaskResult]:
     if not job.names("vllm"):
         return []
     recipe, arch, original = job.recipe, job.target.arch, job.work / "original"
@@ -142,7 +142,7 @@ def _by_vllm(job: Job) -> list[TaskResult]:
     return tasks
 
 
-def _own(job: Job) -> Accuracy:
+def _own(job: Remeasurement) -> Accuracy:
     """Fidelity, needles and the tasks that are answered in this process."""
     spec = job.recipe.evaluation
     tasks = tuple(

@@ -21,7 +21,7 @@ from qspec.provenance import atomic_write, environment
 from qspec.report.render import html as report_html
 from qspec.schema.recipe import Recipe
 from qspec.tune.halves import ORIGINAL
-from qspec.tune.page import Outcome, as_data, document
+from qspec.tune.page import SearchResult, as_data, document
 from qspec.tune.search import SECONDS, Study
 
 WORK = Path("runs/bench_tune")
@@ -49,7 +49,7 @@ def main() -> None:
         shutil.rmtree(WORK / SECONDS, ignore_errors=True)
     answer, lowered = study.search()
     confirmed, speeds = study.confirm(answer, lowered, ALONE)
-    found = Outcome(answer, confirmed, study.space.pruned, tuple(lowered))
+    found = SearchResult(answer, confirmed, study.space.pruned, tuple(lowered))
     harm = {p.target: p.kl for p in answer.every} | {ORIGINAL: 0.0}
     alone = [
         {"name": name, "measured_tok_s": speeds[name][0], "measured_ci": speeds[name][1], "kl": harm[target]}

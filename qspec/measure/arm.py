@@ -29,7 +29,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Request:
+class TokenizedPrompt:
     """A tokenised prompt."""
 
     category: str

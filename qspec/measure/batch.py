@@ -6,7 +6,7 @@ from statistics import mean
 
 import torch
 
-from qspec.measure.arm import Arm, Request
+from qspec.measure.arm import Arm, TokenizedPrompt
 from qspec.measure.stats import ArmFacts
 from qspec.nn.lm import BatchLM
 from qspec.numerics.statistics.paired import detectable_ratio, geometric_mean, quartiles
@@ -14,7 +14,7 @@ from qspec.pair.drafters.registry import request_policy
 from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import BatchSpeed, Measurement, Spread
-from qspec.speculation.batch import Prompt, generate_batch
+from qspec.speculation.batch import GenerationRequest, generate_batch
 from qspec.speculation.types import DraftLength, Generation, Sampling
 
 Answers = list[list[Generation]]
@@ -24,7 +24,7 @@ Answers = list[list[Generation]]
 def measure_batches(
     arms: Mapping[str, Arm],
     facts: Mapping[str, ArmFacts],
-    requests: Sequence[Request],
+    requests: Sequence[TokenizedPrompt],
     recipe: Recipe,
     eos_ids: Collection[int],
     progress: Progress,
@@ -53,7 +53,7 @@ def measure_batches(
     return tuple({(b.arm, b.batch, b.temperature): b for b in speeds}.values())
 
 
-def _groups(requests: Sequence[Request], batch: int) -> list[list[Request]]:
+def _groups(requests: Sequence[TokenizedPrompt], batch: int) -> list[list[TokenizedPrompt]]:
     """The prompts in groups of one size; from the start again where they do not fill the only one."""
     count = max(1, len(requests) // batch)
     return [list(islice(cycle(requests), i * batch, (i + 1) * batch)) for i in range(count)]
@@ -61,7 +61,7 @@ def _groups(requests: Sequence[Request], batch: int) -> list[list[Request]]:
 
 def _run(
     arm: Arm,
-    group: Sequence[Request],
+    group: Sequence[TokenizedPrompt],
     policies: Sequence[DraftLength],
     recipe: Recipe,
     temperature: float,
@@ -70,7 +70,7 @@ def _run(
     assert isinstance(arm.target, BatchLM)
     speculation, most = recipe.speculation, recipe.timing.max_new_tokens
     prompts = [
-        Prompt(
+        GenerationRequest(
             request.tokens,
             most,
             torch.Generator().manual_seed(recipe.seed + i),

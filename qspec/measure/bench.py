@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qspec.bridges.text import origin, prompt_tokens, prompts
 from qspec.measure import stats as bench_stats
-from qspec.measure.arm import Arm, Request, Run
+from qspec.measure.arm import Arm, Run, TokenizedPrompt
 from qspec.measure.batch import measure_batches
 from qspec.measure.prove import marginals
 from qspec.measure.stats import ArmFacts
@@ -25,7 +25,7 @@ from qspec.speculation.device import obstacle
 from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.suffix import SuffixDrafter
 from qspec.speculation.engine import generate
-from qspec.speculation.request import Prompt
+from qspec.speculation.request import GenerationRequest
 from qspec.speculation.stats import teacher_forced_betas
 from qspec.speculation.types import Generation, Sampling
 
@@ -84,7 +84,7 @@ def bench(
     return speed.model_copy(update={"batches": batches, "marginals": tokens_drafted})
 
 
-def load_requests(spec: BenchmarkSpec, tokenizer: Tokenizer, room: int) -> tuple[list[Request], bool]:
+def load_requests(spec: BenchmarkSpec, tokenizer: Tokenizer, room: int) -> tuple[list[TokenizedPrompt], bool]:
     """Prompts of at most `room` tokens, and whether they went through a chat template (a base model has none)."""
 
     def fits(text: str) -> bool:
@@ -92,13 +92,13 @@ def load_requests(spec: BenchmarkSpec, tokenizer: Tokenizer, room: int) -> tuple
 
     chosen = prompts(spec.prompts, spec.per_category, spec.categories, fits)
     served = [prompt_tokens(tokenizer, prompt.text) for prompt in chosen]
-    requests = [Request(prompt.category, tokens) for prompt, (tokens, _) in zip(chosen, served, strict=True)]
+    requests = [TokenizedPrompt(prompt.category, tokens) for prompt, (tokens, _) in zip(chosen, served, strict=True)]
     return requests, all(templated for _, templated in served)
 
 
 def measure(
     arms: Mapping[str, Arm],
-    requests: list[Request],
+    requests: list[TokenizedPrompt],
     recipe: Recipe,
     eos_ids: Collection[int],
     progress: Progress,
@@ -110,7 +110,7 @@ def measure(
     """
     spec = recipe.timing
 
-    def run(name: str, request: Request, temperature: float, seed: int, most: int) -> Generation:
+    def run(name: str, request: TokenizedPrompt, temperature: float, seed: int, most: int) -> Generation:
         arm, generator = arms[name], torch.Generator().manual_seed(seed)
         sampling = Sampling(temperature, recipe.speculation.top_k, recipe.speculation.top_p)
         return generate(
@@ -139,11 +139,11 @@ def measure(
         yield Run(name, temperature, repeat, index, generation)
 
 
-def _looped(arms: Mapping[str, Arm], request: Request, most: int) -> dict[str, Scalar]:
+def _looped(arms: Mapping[str, Arm], request: TokenizedPrompt, most: int) -> dict[str, Scalar]:
     """Which arms run in the loop on a GPU, beside those that the host steps there."""
     names = list[str]()
     for name, arm in arms.items():
-        prompt = Prompt(request.tokens, most, torch.Generator(), arm.drafter, arm.policy)
+        prompt = GenerationRequest(request.tokens, most, torch.Generator(), arm.drafter, arm.policy)
         if isinstance(arm.target, CudaDecoder) and obstacle(arm.target, [prompt], Sampling()) is None:
             names.append(name)
     return {"in the loop on the GPU": ", ".join(names)} if names else {}
@@ -195,7 +195,7 @@ def arm_facts(name: str, arms: Mapping[str, Arm]) -> ArmFacts:
 def _teacher_forced(
     arms: Mapping[str, Arm],
     facts: Mapping[str, ArmFacts],
-    requests: list[Request],
+    requests: list[TokenizedPrompt],
     runs: list[Run],
     recipe: Recipe,
 ) -> dict[tuple[str, float, str], list[Tensor]]:
@@ -217,7 +217,7 @@ def _teacher_forced(
 
 
 def find_mismatches(
-    arms: Mapping[str, Arm], facts: Mapping[str, ArmFacts], requests: list[Request], runs: list[Run]
+    arms: Mapping[str, Arm], facts: Mapping[str, ArmFacts], requests: list[TokenizedPrompt], runs: list[Run]
 ) -> dict[str, list[Mismatch]]:
     """Speculative arms' greedy answers that differ from the plain arm of the same target, by arm."""
     answers = {(r.arm, r.repeat, r.prompt): r.generation.tokens for r in runs if r.temperature == 0}
@@ -233,7 +233,7 @@ def find_mismatches(
 
 
 @torch.no_grad()
-def _mismatch(target: LM, request: Request, index: int, plain: list[int], speculative: list[int]) -> Mismatch:
+def _mismatch(target: LM, request: TokenizedPrompt, index: int, plain: list[int], speculative: list[int]) -> Mismatch:
     """Where two answers part, judged by the target's own logits there."""
     together = zip(plain, speculative, strict=False)
     position = next((i for i, (a, b) in enumerate(together) if a != b), min(len(plain), len(speculative)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qspec.measure.arm import Arm, Request
+from qspec.measure.arm import Arm, TokenizedPrompt
 from qspec.nn.lm import LM
 from qspec.numerics.speculation.trees import children
 from qspec.numerics.statistics.fidelity import detectable_shift, excess_p
@@ -60,7 +60,7 @@ class Witness:
 
 
 @dataclass
-class Counts:
+class SetHits:
     """Whether each token fell into its set, and the chance of that."""
 
     inside: list[bool] = field(default_factory=list)
@@ -76,14 +76,14 @@ class Counts:
 
 
 @torch.no_grad()
-def marginals(arm: Arm, requests: Sequence[Request], seed: int, progress: Progress) -> Marginals:
+def marginals(arm: Arm, requests: Sequence[TokenizedPrompt], seed: int, progress: Progress) -> Marginals:
     """Sample text at temperature 1 with the arm's drafter, behind the shortest prompts first, and judge its tokens.
 
     Each prompt is read once for its text: the plain reading goes on from there.
     """
     assert arm.drafter is not None, "a plain arm has no drafts to judge"
     shortest = sorted(requests, key=lambda request: len(request.tokens))
-    favoured, likely, sampling, used = Counts(), Counts(), Sampling(temperature=1.0), 0
+    favoured, likely, sampling, used = SetHits(), SetHits(), Sampling(temperature=1.0), 0
     for used in progress.track(range(1, TEXTS + 1), "prove", TEXTS, "text"):
         prompt, witness = shortest[(used - 1) % len(shortest)].tokens, Witness(arm.drafter)
         policy, generator = Fixed(LENGTH) if used % 2 else arm.policy, torch.Generator().manual_seed(seed + used)

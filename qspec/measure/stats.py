@@ -6,7 +6,7 @@ from statistics import mean, median
 
 from torch import Tensor
 
-from qspec.measure.arm import Request, Run, steps_of
+from qspec.measure.arm import Run, TokenizedPrompt, steps_of
 from qspec.numerics.statistics.fidelity import wilson_interval
 from qspec.numerics.statistics.paired import detectable_ratio, geometric_mean, quartiles
 from qspec.numerics.statistics.student import ratio_interval
@@ -42,7 +42,7 @@ class ArmFacts:
 
 def summarize(
     facts: Mapping[str, ArmFacts],
-    requests: Sequence[Request],
+    requests: Sequence[TokenizedPrompt],
     runs: Sequence[Run],
     mismatches: Mapping[str, list[Mismatch]],
     bandwidth: Measurement,
@@ -86,7 +86,7 @@ def summarize(
 
 
 def _arm_speed(
-    name: str, fact: ArmFacts, runs: Sequence[Run], requests: Sequence[Request], bandwidth: float
+    name: str, fact: ArmFacts, runs: Sequence[Run], requests: Sequence[TokenizedPrompt], bandwidth: float
 ) -> ArmSpeed:
     steps = steps_of(runs)
     size = _bytes_per_token(fact, runs, requests)
@@ -132,7 +132,7 @@ def _spread(unit: str, values: Iterable[float]) -> Spread:
     return Spread(median=mid, q1=q1, q3=q3, n=len(listed), unit=unit)
 
 
-def _bytes_per_token(fact: ArmFacts, runs: Sequence[Run], requests: Sequence[Request]) -> float | None:
+def _bytes_per_token(fact: ArmFacts, runs: Sequence[Run], requests: Sequence[TokenizedPrompt]) -> float | None:
     """Bytes that one output token has to read at the measured context, draft length and acceptance."""
     if not fact.weight_bytes or (fact.speculative and not steps_of(runs)):
         return None
@@ -216,7 +216,7 @@ def _equality(name: str, fact: ArmFacts, n: int, mismatches: Sequence[Mismatch])
 
 
 def acceptance(
-    arm: str, runs: Sequence[Run], requests: Sequence[Request], betas: Mapping[str, Sequence[Tensor]]
+    arm: str, runs: Sequence[Run], requests: Sequence[TokenizedPrompt], betas: Mapping[str, Sequence[Tensor]]
 ) -> list[Acceptance]:
     """Pooled over all prompts (`all`), then by category. betas: teacher-forced rates of every prompt, by category."""
     groups = {"all": list(runs)}

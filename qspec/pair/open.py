@@ -36,7 +36,7 @@ from qspec.schema.manifest import Manifest
 from qspec.schema.recipe import MOST_SEED, Dtype, Recipe
 from qspec.schemes.footprint import decoder_need
 from qspec.speculation import engine
-from qspec.speculation.batch import Prompt, generate_batch as run_batch
+from qspec.speculation.batch import GenerationRequest, generate_batch as run_batch
 from qspec.speculation.stats import SpecStats
 from qspec.speculation.types import Drafter, DraftLength, Generation, Sampling, randomness
 
@@ -144,7 +144,7 @@ class LoadedPair:
             self.batch_policies[len(prompts)] = [request_policy(length) for _ in prompts]
         policies = self.batch_policies[len(prompts)]
         batch = [
-            Prompt(
+            GenerationRequest(
                 prompt_tokens(self.model.tokenizer, prompt)[0],
                 max_new_tokens,
                 randomness(None if seed is None else (seed + i) % (MOST_SEED + 1)),

@@ -8,7 +8,7 @@ from qspec.errors import RecipeError
 from qspec.schema.problems import short, validate
 from qspec.schema.quantization import Strict
 
-Q = TypeVar("Q", bound="ApiRequest")
+Q = TypeVar("Q", bound="TextRequest")
 MOST_STOPS = 16
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty", "typical_p"), (1,)),
@@ -31,7 +31,7 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class ApiRequest(Strict):
+class TextRequest(Strict):
     """Fields of both kinds of requests. None: the pair's own setting."""
 
     model: str = ""
@@ -54,7 +54,7 @@ class ApiRequest(Strict):
         return tuple(text for text in given if text != "") if isinstance(given, list | tuple) else given
 
 
-class CompletionRequest(ApiRequest):
+class CompletionRequest(TextRequest):
     """Text, or its tokens, to be continued."""
 
     prompt: str | tuple[int, ...] | tuple[str] | tuple[tuple[int, ...]]
@@ -86,21 +86,21 @@ class Message(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(ApiRequest):
+class ChatRequest(TextRequest):
     """A conversation to be answered, through the model's chat template."""
 
     messages: tuple[Message, ...] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
 
-def read_question(kind: type[Q], data: Any) -> Q:
-    """A client's JSON as a question, without what asks for nothing. Raises `RecipeError`."""
+def read_request(kind: type[Q], data: Any) -> Q:
+    """A client's JSON as a request, without what asks for nothing. Raises `RecipeError`."""
     if isinstance(data, dict):
         data = {name: value for name, value in data.items() if value is not None and not _idle(kind, name, value)}
     return validate(kind, data, "request")
 
 
-def _idle(kind: type[ApiRequest], name: str, value: Any) -> bool:
+def _idle(kind: type[TextRequest], name: str, value: Any) -> bool:
     """Whether a field asks for nothing; one that does, and is not here, is refused."""
     if name in NOTES:
         return True

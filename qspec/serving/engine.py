@@ -18,7 +18,7 @@ from qspec.nn.lm import BatchLM, torch_beside
 from qspec.pair.drafters.registry import request_policy
 from qspec.pair.open import LoadedPair
 from qspec.pair.text_stream import TextStream
-from qspec.speculation.batch import Batch, Prompt
+from qspec.speculation.batch import Batch, GenerationRequest
 from qspec.speculation.request import Request, check_prompt
 from qspec.speculation.types import Drafter, DraftLength, Sampling, randomness
 
@@ -69,7 +69,7 @@ class Until:
 
 
 @dataclass
-class Answer:
+class ServedRequest:
     """A request and what became of it: iterate over its text as it comes; then `reason` and `count` are known.
 
     loop: where it is iterated over; the engine's thread puts the pieces. seed: as for `randomness`. ends: token ids
@@ -127,13 +127,13 @@ class _Place:
 class _Going:
     """A request that goes on."""
 
-    answer: Answer
+    answer: ServedRequest
     until: Until
     stream: TextStream
 
 
 @dataclass
-class Counts:
+class Totals:
     """Totals since the start. drafts: steps that drafted; accepted_at[i]: those that accepted draft token i."""
 
     requests: int = 0
@@ -157,7 +157,7 @@ class Counts:
                 self.accepted_at[i] += 1
 
 
-class Answers:
+class Scheduler:
     """Runs a pair for at most `at_once` requests together; others wait. A context manager: it answers within.
 
     reader: the one thread that tokenizes, beside the engine's; fast tokenizers refuse to be used by two.
@@ -165,8 +165,8 @@ class Answers:
 
     def __init__(self, pair: LoadedPair, at_once: int = 8, speculative: bool = True) -> None:
         self.pair, self.at_once, self._speculative = pair, at_once, speculative
-        self.counts, self.reader = Counts(), ThreadPoolExecutor(1, "qspec-reader")
-        self.waiting: Queue[Answer | None] = Queue()
+        self.counts, self.reader = Totals(), ThreadPoolExecutor(1, "qspec-reader")
+        self.waiting: Queue[ServedRequest | None] = Queue()
         self._batch = Batch(pair.recipe.speculation.draft_length.by_batch)
         self._going: dict[int, _Going] = {}
         self._places: dict[int, _Place] = {}
@@ -193,7 +193,7 @@ class Answers:
     def running(self) -> int:
         return len(self._going)
 
-    def ask(self, answer: Answer) -> Answer:
+    def ask(self, answer: ServedRequest) -> ServedRequest:
         """Queue a request. Raises `RecipeError` for a prompt that cannot be continued, and `Stopped`."""
         check_prompt(answer.prompt, self.pair.target.max_length, self.pair.target.vocab_size)
         with self._closing:  # what is queued before the end is told of it
@@ -235,14 +235,14 @@ class Answers:
                 self._drop(number, error)
         return not self._closed
 
-    def _begin(self, number: int, answer: Answer, worker: Executor) -> None:
+    def _begin(self, number: int, answer: ServedRequest, worker: Executor) -> None:
         until, runs = Until(answer.stops), _Here() if answer.stops else worker
         stream = TextStream(self.pair.model.tokenizer.decode, runs, lambda piece: _hand_on(answer, until.add(piece)))
         self._going[number] = _Going(answer, until, stream)
         if number not in self._places:
             self._places[number] = self._place()
         place = self._places[number]
-        prompt = Prompt(answer.prompt, answer.most, randomness(answer.seed), place.drafter, place.policy)
+        prompt = GenerationRequest(answer.prompt, answer.most, randomness(answer.seed), place.drafter, place.policy)
         self._batch.join(number, place.target, prompt, answer.sampling, answer.ends)
         self._take(number, self._batch.read(number))
 
@@ -305,6 +305,6 @@ class _Here(Executor):
         return done
 
 
-def _hand_on(answer: Answer, text: str) -> None:
+def _hand_on(answer: ServedRequest, text: str) -> None:
     if text:
         answer.put(text)

@@ -1,4 +1,4 @@
-"""An OpenAI-style API in terms of the engine: questions in, replies and counters out. It knows no network."""
+"""An OpenAI-style API in terms of the engine: requests in, replies and counters out. It knows no network."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,60 +9,60 @@ import time
 from typing import Any
 
 from qspec.errors import RecipeError
-from qspec.schema.api import ApiRequest, ChatRequest, CompletionRequest, StreamOptions, read_question
-from qspec.serving.engine import Answer, Answers
+from qspec.schema.api import ChatRequest, CompletionRequest, StreamOptions, TextRequest, read_request
+from qspec.serving.engine import Scheduler, ServedRequest
 from qspec.speculation.types import Sampling
 
 CHAT = "/v1/chat/completions"
-QUESTIONS: dict[str, type[ApiRequest]] = {"/v1/completions": CompletionRequest, CHAT: ChatRequest}
+REQUESTS: dict[str, type[TextRequest]] = {"/v1/completions": CompletionRequest, CHAT: ChatRequest}
 OVERHEAD, BYTES_A_TOKEN = 64 << 10, 16
 MOST_MESSAGE = 600
 """Characters of a refusal."""
 
 
-def most_bytes(answers: Answers) -> int:
+def most_bytes(scheduler: Scheduler) -> int:
     """Longest body that is read: what has more cannot be a prompt that fits, by several times."""
-    return OVERHEAD + BYTES_A_TOKEN * answers.pair.target.max_length
+    return OVERHEAD + BYTES_A_TOKEN * scheduler.pair.target.max_length
 
 
-def read(path: str, body: bytes) -> ApiRequest:
-    """The question of a body. Raises `RecipeError`."""
+def read(path: str, body: bytes) -> TextRequest:
+    """The request of a body. Raises `RecipeError`."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RecipeError("request", f"is not JSON ({error})", "send a JSON object") from error
-    return read_question(QUESTIONS[path], data)
+    return read_request(REQUESTS[path], data)
 
 
-def answer_to(answers: Answers, question: ApiRequest, loop: asyncio.AbstractEventLoop) -> Answer:
-    """A question as the engine takes it, queued. loop: where the answer is read. Tokenizes: one thread at a time.
+def answer_to(scheduler: Scheduler, request: TextRequest, loop: asyncio.AbstractEventLoop) -> ServedRequest:
+    """A request as the engine takes it, queued. loop: where the answer is read. Tokenizes: one thread at a time.
 
     Raises `QspecError` for what has no answer.
     """
-    pair = answers.pair
-    prompt, most = _prompt(answers, question), question.max_tokens
-    if isinstance(question, ChatRequest):
-        most = question.max_completion_tokens or most
+    pair = scheduler.pair
+    prompt, most = _prompt(scheduler, request), request.max_tokens
+    if isinstance(request, ChatRequest):
+        most = request.max_completion_tokens or most
     room = pair.target.max_length - len(prompt)
     if (most or 1) > room:
         value, rule = f"{len(prompt)} tokens and {most or 1} more", f"the context holds {pair.target.max_length}"
         raise RecipeError(value, rule, "shorten the prompt, or lower max_tokens")
     speculation = pair.recipe.speculation
     sampling = Sampling(
-        speculation.temperature if question.temperature is None else question.temperature,
-        speculation.top_k if question.top_k is None else max(0, question.top_k),
-        speculation.top_p if question.top_p is None else question.top_p,
+        speculation.temperature if request.temperature is None else request.temperature,
+        speculation.top_k if request.top_k is None else max(0, request.top_k),
+        speculation.top_p if request.top_p is None else request.top_p,
     )
-    ends = frozenset(question.stop_token_ids) | set(() if question.ignore_eos else pair.model.arch.eos_ids)
-    return answers.ask(Answer(loop, prompt, most or room, sampling, question.seed, ends, question.stop))
+    ends = frozenset(request.stop_token_ids) | set(() if request.ignore_eos else pair.model.arch.eos_ids)
+    return scheduler.ask(ServedRequest(loop, prompt, most or room, sampling, request.seed, ends, request.stop))
 
 
-def _prompt(answers: Answers, question: ApiRequest) -> list[int]:
-    tokenizer = answers.pair.model.tokenizer
-    if isinstance(question, ChatRequest):
-        return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in question.messages])
-    assert isinstance(question, CompletionRequest)
-    prompt = question.one
+def _prompt(scheduler: Scheduler, request: TextRequest) -> list[int]:
+    tokenizer = scheduler.pair.model.tokenizer
+    if isinstance(request, ChatRequest):
+        return tokenizer.chat([{"role": turn.role, "content": turn.text} for turn in request.messages])
+    assert isinstance(request, CompletionRequest)
+    prompt = request.one
     return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
 
@@ -80,12 +80,12 @@ class Reply:
         chat = path == CHAT
         return cls(chat, model, f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time()))
 
-    async def whole(self, answer: Answer) -> dict[str, Any]:
+    async def whole(self, answer: ServedRequest) -> dict[str, Any]:
         text = "".join([piece async for piece in answer])
         content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         return {**self._of(content, answer.reason), "usage": _usage(answer)}
 
-    async def events(self, answer: Answer, options: StreamOptions | None) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, answer: ServedRequest, options: StreamOptions | None) -> AsyncIterator[dict[str, Any]]:
         """Events of a stream, in order, as the text comes."""
         if self.chat:
             yield self._of({"delta": {"role": "assistant", "content": ""}})
@@ -103,7 +103,7 @@ class Reply:
         return {"id": self.id, "object": form, "created": self.created, "model": self.model, "choices": [choice]}
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: ServedRequest) -> dict[str, Any]:
     """Tokens; those of drafts under the names that OpenAI has for predicted output."""
     read, made = len(answer.prompt), answer.count
     accepted, rejected = answer.accepted, answer.drafted - answer.accepted
@@ -119,17 +119,17 @@ def failure(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": text, "type": kind, "code": status}}
 
 
-def models(answers: Answers) -> dict[str, Any]:
+def models(scheduler: Scheduler) -> dict[str, Any]:
     """The one model, under the pair's name."""
-    context = answers.pair.target.max_length
-    entry = {"id": answers.pair.recipe.name, "object": "model", "owned_by": "qspec", "max_model_len": context}
+    context = scheduler.pair.target.max_length
+    entry = {"id": scheduler.pair.recipe.name, "object": "model", "owned_by": "qspec", "max_model_len": context}
     return {"object": "list", "data": [entry]}
 
 
-def metrics(answers: Answers) -> str:
+def metrics(scheduler: Scheduler) -> str:
     """Totals in Prometheus' text format; those of drafts count what vLLM's of the same names count."""
-    counts = answers.counts
-    gauges = {"num_requests_running": answers.running, "num_requests_waiting": answers.waiting.qsize()}
+    counts = scheduler.counts
+    gauges = {"num_requests_running": scheduler.running, "num_requests_waiting": scheduler.waiting.qsize()}
     totals = {
         "request_success_total": counts.requests,
         "prompt_tokens_total": counts.prompt_tokens,

@@ -18,7 +18,7 @@ from qspec.pair.check import check
 from qspec.pair.open import open_pair
 from qspec.schema.problems import short
 from qspec.serving import openai as api
-from qspec.serving.engine import Answers, Failed, Stopped
+from qspec.serving.engine import Failed, Scheduler, Stopped
 
 try:
     import h11
@@ -44,7 +44,7 @@ PROMETHEUS = "text/plain; version=0.0.4"
 class Server(uvicorn.Server):
     """Listens from the beginning, so that an address that is taken is told before a model is loaded."""
 
-    answers: Answers
+    scheduler: Scheduler
 
     def __init__(self, host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End all answers, so that whoever waits is told, then all connections."""
-        await asyncio.to_thread(self.answers.close)
+        await asyncio.to_thread(self.scheduler.close)
         await super().shutdown(sockets)
 
 
@@ -87,7 +87,7 @@ def serving_own(pair: Path, host: str, port: int, at_once: int = 8, speculative:
     server = Server(host, port)
     with server.socket:
         check(pair)
-        with Answers(open_pair(pair), at_once, speculative) as server.answers:
+        with Scheduler(open_pair(pair), at_once, speculative) as server.scheduler:
             yield server
 
 
@@ -134,28 +134,28 @@ def _strict(app: ASGIApp) -> ASGIApp:
 
 def _app(server: Server) -> Starlette:
     async def answer(request: Request) -> Response:
-        return await _answer(server.answers, request)
+        return await _answer(server.scheduler, request)
 
     routes = [
         Route("/health", lambda _: PlainTextResponse("")),
-        Route("/v1/models", lambda _: JSONResponse(api.models(server.answers))),
-        Route("/metrics", lambda _: PlainTextResponse(api.metrics(server.answers), media_type=PROMETHEUS)),
-        *(Route(path, answer, methods=["POST"]) for path in api.QUESTIONS),
+        Route("/v1/models", lambda _: JSONResponse(api.models(server.scheduler))),
+        Route("/metrics", lambda _: PlainTextResponse(api.metrics(server.scheduler), media_type=PROMETHEUS)),
+        *(Route(path, answer, methods=["POST"]) for path in api.REQUESTS),
     ]
     kinds = HTTPException, QspecError, Failed, ClientDisconnect, Exception
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _refusal))
 
 
-async def _answer(answers: Answers, request: Request) -> Response:
-    loop, path, name = asyncio.get_running_loop(), request.scope["path"], answers.pair.recipe.name
-    body = await _body(request, api.most_bytes(answers))
-    question = await loop.run_in_executor(answers.reader, api.read, path, body)
-    if question.model not in ("", name):
-        raise HTTPException(404, f"model {short(question.model)}: is not served here; ask for {name!r}")
-    answer = await loop.run_in_executor(answers.reader, api.answer_to, answers, question, loop)
+async def _answer(scheduler: Scheduler, request: Request) -> Response:
+    loop, path, name = asyncio.get_running_loop(), request.scope["path"], scheduler.pair.recipe.name
+    body = await _body(request, api.most_bytes(scheduler))
+    parsed = await loop.run_in_executor(scheduler.reader, api.read, path, body)
+    if parsed.model not in ("", name):
+        raise HTTPException(404, f"model {short(parsed.model)}: is not served here; ask for {name!r}")
+    answer = await loop.run_in_executor(scheduler.reader, api.answer_to, scheduler, parsed, loop)
     reply = api.Reply.to(path, name)
-    if question.stream:
-        events = _written(reply.events(answer, question.stream_options))
+    if parsed.stream:
+        events = _written(reply.events(answer, parsed.stream_options))
         return StreamingResponse(events, media_type="text/event-stream", background=BackgroundTask(answer.drop))
     try:
         return JSONResponse(await _while_there(request, reply.whole(answer)))
@@ -198,7 +198,7 @@ def _refusal(request: Request, error: Exception) -> Response:
     status, message = _reason(error)
     if message == "Not Found":
         path = short(request.scope["path"])
-        message = f"{path}: is not here; ask /v1/models, {', '.join(api.QUESTIONS)} or /metrics"
+        message = f"{path}: is not here; ask /v1/models, {', '.join(api.REQUESTS)} or /metrics"
     return _failure(status, message)
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from qspec.nn.lm import BatchLM, GreedyLM, torch_beside
 from qspec.speculation.device import on_device
 from qspec.speculation.length.policies import BatchLimited, Heuristic, Schedule
-from qspec.speculation.request import Prompt, Request, check_prompt, drafts
+from qspec.speculation.request import GenerationRequest, Request, check_prompt, drafts
 from qspec.speculation.types import Generation, Proposal, Sampling, Verdict
 
-__all__ = ["Batch", "Prompt", "generate_batch"]
+__all__ = ["Batch", "GenerationRequest", "generate_batch"]
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 @torch.no_grad()
 def generate_batch(
     target: BatchLM,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[GenerationRequest],
     sampling: Sampling,
     eos_ids: Collection[int],
     schedule: Schedule = (),
@@ -83,7 +83,9 @@ class Batch:
     def __contains__(self, number: int) -> bool:
         return number in self._active
 
-    def join(self, number: int, target: BatchLM, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int]) -> None:
+    def join(
+        self, number: int, target: BatchLM, prompt: GenerationRequest, sampling: Sampling, eos_ids: Collection[int]
+    ) -> None:
         """A request on `target`, a sequence of its own; `read` comes before its first step."""
         request = _request(target, prompt, self._schedule, lambda: len(self._active), sampling, eos_ids)
         self._active[number], self._targets[number] = request, target
@@ -112,7 +114,7 @@ class Batch:
 
 def _request(
     target: BatchLM,
-    prompt: Prompt,
+    prompt: GenerationRequest,
     schedule: Schedule,
     batch: Callable[[], int],
     sampling: Sampling,

@@ -21,7 +21,7 @@ from qspec.nn.cuda.passes import NODES
 from qspec.nn.lm import LM
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.length.policies import Schedule, constant, limit_at
-from qspec.speculation.request import Prompt, check_prompt
+from qspec.speculation.request import GenerationRequest, check_prompt
 from qspec.speculation.types import Drafter, Generation, Sampling, StepRecord, Stop, draw_uniforms
 
 
@@ -33,7 +33,7 @@ def rule_of(sampling: Sampling) -> DraftRule:
 @torch.no_grad()
 def on_device(
     target: LM,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[GenerationRequest],
     sampling: Sampling,
     eos_ids: Collection[int],
     schedule: Schedule = (),
@@ -67,7 +67,7 @@ def on_device(
     return generations
 
 
-def obstacle(target: CudaDecoder, prompts: Sequence[Prompt], sampling: Sampling) -> str | None:
+def obstacle(target: CudaDecoder, prompts: Sequence[GenerationRequest], sampling: Sampling) -> str | None:
     """Why the loop does not run these requests together, in words; None when it does."""
     lengths, room = [_length(prompt) for prompt in prompts], target.max_length
     for prompt, length in zip(prompts, lengths, strict=True):
@@ -88,7 +88,7 @@ def obstacle(target: CudaDecoder, prompts: Sequence[Prompt], sampling: Sampling)
     return None
 
 
-def _length(prompt: Prompt) -> int | None:
+def _length(prompt: GenerationRequest) -> int | None:
     """Drafts of every step; None where a policy learns."""
     return 0 if prompt.drafter is None else constant(prompt.policy)
 
@@ -107,7 +107,7 @@ def _warn_once(reason: str) -> None:
 @dataclass
 class _Running:
     number: int
-    prompt: Prompt
+    prompt: GenerationRequest
     eos_ids: Collection[int]
     tokens: list[int]
     ttft: float
@@ -137,7 +137,7 @@ class _Running:
 @torch.no_grad()
 def generate_on_device(
     loop: CudaLoop,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[GenerationRequest],
     schedule: Schedule,
     on_tokens: Callable[[int, list[int]], None] | None = None,
     slots: Sequence[int] | None = None,
@@ -173,13 +173,13 @@ def generate_on_device(
     return [done.get(i, Generation([])) for i in range(len(prompts))]
 
 
-def _admitted(loop: CudaLoop, slot: int, number: int, prompt: Prompt, start: float) -> _Running:
+def _admitted(loop: CudaLoop, slot: int, number: int, prompt: GenerationRequest, start: float) -> _Running:
     first = loop.begin(slot, torch.tensor(prompt.tokens), prompt.max_new_tokens, _uniforms(loop, prompt, 1))
     now = perf_counter()
     return _Running(number, prompt, loop.eos_ids, [first], now - start, now, now)
 
 
-def _uniforms(loop: CudaLoop, prompt: Prompt, count: int) -> Tensor:
+def _uniforms(loop: CudaLoop, prompt: GenerationRequest, count: int) -> Tensor:
     """Numbers of a request's own, none where the loop draws none. Raises `RecipeError` for a text that repeats."""
     if not loop.rule.draws:
         return torch.empty(0, dtype=torch.float64)

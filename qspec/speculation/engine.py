@@ -12,7 +12,7 @@ import torch
 from qspec.nn.lm import LM, GreedyLM, torch_beside
 from qspec.speculation.device import on_device
 from qspec.speculation.length.policies import Heuristic
-from qspec.speculation.request import Prompt, Request, check_prompt, drafts, tree_lm
+from qspec.speculation.request import GenerationRequest, Request, check_prompt, drafts, tree_lm
 from qspec.speculation.types import Drafter, DraftLength, Generation, Proposal, Randomness, Sampling, Verdict
 
 
@@ -42,7 +42,7 @@ def generate(
     if max_new_tokens < 1:
         return Generation([])
     emit = on_tokens or (lambda _: None)
-    whole = Prompt(prompt, max_new_tokens, generator, drafter, policy, domain)
+    whole = GenerationRequest(prompt, max_new_tokens, generator, drafter, policy, domain)
     generations = on_device(target, [whole], sampling, eos_ids, on_tokens=lambda _, tokens: emit(tokens), fork=False)
     if generations is not None:
         return generations[0]

@@ -37,7 +37,7 @@ from qspec.speculation.types import (
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GenerationRequest:
     """One request of a batch, before its start; fields as in `engine.generate`. No two share a drafter or a policy."""
 
     tokens: list[int]

@@ -59,13 +59,13 @@ class Repeatable:
     def __init__(self, seed: int) -> None:
         self._numbers = lru_cache(_NUMBERS)(partial(exponentials, seed))
 
-    def choose(self, laws_TV: Tensor, positions: Sequence[int], size: int, ids: Tensor | slice) -> Tensor:
+    def choose(self, probs_TV: Tensor, positions: Sequence[int], size: int, ids: Tensor | slice) -> Tensor:
         """Tokens drawn from distributions at some positions: places `[T]` in rows over `ids` of a vocabulary of `size`.
 
         Distributions of one position, over whichever part of the vocabulary, race by the same numbers.
         """
         arrivals_TV = torch.stack([self._numbers(position, size)[ids] for position in positions])
-        return race(laws_TV, arrivals_TV.to(laws_TV.device))
+        return race(probs_TV, arrivals_TV.to(probs_TV.device))
 
 
 Randomness = torch.Generator | Repeatable

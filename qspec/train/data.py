@@ -61,7 +61,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSources:
     """Sources of a stage's files: token rows, those of a file together, and a key to all that decides them."""
 
     name: str
@@ -93,19 +93,19 @@ def lessons(
     return Lessons(text, *split(answers, spec.held_out), [stage.key for stage in stages])
 
 
-def both_stages(target: Path, tokenizer: Tokenizer, spec: TrainingData, seed: int) -> tuple[Stage, Stage]:
+def both_stages(target: Path, tokenizer: Tokenizer, spec: TrainingData, seed: int) -> tuple[StageSources, StageSources]:
     """Text and answers of the quantized model in the folder `target`."""
     text, prompts = text_parts(spec, tokenizer, seed), prompt_parts(spec, tokenizer, seed)
     same = {"target": sha256_folder(target), "top": spec.top, "states": spec.states}
     generated = {"prompts": digest_of(prompts), "seed": seed, "batch": spec.batch}
     generated |= {"greedy": spec.greedy, "answer_tokens": spec.answer_tokens}
-    return Stage(TEXT, text, same | {"text": digest_of(text)}), Stage(ANSWERS, prompts, same | generated)
+    return StageSources(TEXT, text, same | {"text": digest_of(text)}), StageSources(ANSWERS, prompts, same | generated)
 
 
 def made_data(
     kept: Kept,
     lm: StatefulLM,
-    stages: Sequence[Stage],
+    stages: Sequence[StageSources],
     spec: TrainingData,
     eos_ids: Collection[int],
     seed: int,
@@ -113,14 +113,14 @@ def made_data(
 ) -> list[list[Rollout]]:
     """All sequences of each stage, in order; files that `kept` has are not made again."""
 
-    def make(stage: Stage, i: int, folder: Path) -> None:
+    def make(stage: StageSources, i: int, folder: Path) -> None:
         made = read_rows(lm, stage.parts[i], spec)
         if stage.name == ANSWERS:
             generator = torch.Generator().manual_seed(seed * 100_003 + i)
             made = answer(lm, stage.parts[i], spec, eos_ids, generator)
         _write(folder / _FILE, list(made), spec)
 
-    def entry(stage: Stage, i: int) -> Entry:
+    def entry(stage: StageSources, i: int) -> Entry:
         return kept.entry(f"{stage.name}-{i:05}", stage.key, partial(make, stage, i))
 
     rank, world = rank_and_world()

@@ -33,7 +33,7 @@ _MOST_JUDGED = 8192
 
 
 @dataclass(frozen=True)
-class Batch:
+class HeadBatch:
     """States `[T, H]`, tokens that heads read, and their labels: the tokens behind and the target's distributions."""
 
     hidden_TH: Tensor
@@ -57,10 +57,10 @@ class HeadData:
     probs_MK: Tensor
     starts: Tensor
 
-    def batch(self, starts_T: Tensor, n: int) -> Batch:
+    def batch(self, starts_T: Tensor, n: int) -> HeadBatch:
         """Inputs and labels of `n` heads at some starts."""
         rows_TN = starts_T[:, None] + torch.arange(1, n + 1)
-        return Batch(
+        return HeadBatch(
             self.hidden_MH[starts_T].float(),
             self.tokens_M[rows_TN].long(),
             self.labels_M[rows_TN + 1].long(),

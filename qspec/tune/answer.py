@@ -9,23 +9,23 @@ from qspec.numerics.statistics.pareto import choose, excess, front, schedule
 from qspec.planning.tune_space import Space
 from qspec.report.quality import FEWER
 from qspec.schema.recipe import BudgetSpec
-from qspec.tune.predict import Model, Prediction
+from qspec.tune.predict import PairPrediction, SeparableModel
 
 
 @dataclass(frozen=True)
-class Answer:
+class Predictions:
     """All predictions, those that nothing dominates, the chosen one; `fits`: within the budget."""
 
-    every: tuple[Prediction, ...]
+    every: tuple[PairPrediction, ...]
     budget: BudgetSpec
     by_batch: Mapping[int, int]
 
     @cached_property
-    def front(self) -> list[Prediction]:
+    def front(self) -> list[PairPrediction]:
         return [self.every[i] for i in front({i: p.costs for i, p in enumerate(self.every)})]
 
     @cached_property
-    def chosen(self) -> Prediction:
+    def chosen(self) -> PairPrediction:
         return self._choice[0]
 
     @property
@@ -43,40 +43,40 @@ class Answer:
         return sentence(self.chosen, self.every, self.budget, self.fits)
 
     @cached_property
-    def _choice(self) -> tuple[Prediction, bool]:
+    def _choice(self) -> tuple[PairPrediction, bool]:
         return pick(self.every, self.budget)
 
 
-def answer(space: Space, model: Model, budget: BudgetSpec, context: int | None = None) -> Answer:
+def answer(space: Space, model: SeparableModel, budget: BudgetSpec, context: int | None = None) -> Predictions:
     """Every combination predicted: additive pieces make that cheap, so nothing has to be sampled."""
     every = tuple(
         model.predict(target, draft, gamma, space.resident(target, draft, context))
         for target, draft in space.pairs
         for gamma in space.lengths(draft)
     )
-    predicted = Answer(every, budget, {1: 0})
+    predicted = Predictions(every, budget, {1: 0})
     if predicted.chosen.gamma == 0:
         return predicted
     pair = predicted.chosen.target, predicted.chosen.draft
     return replace(predicted, by_batch=model.schedule(*pair, space.lengths(pair[1]), space.spec.batches))
 
 
-def pick(every: Sequence[Prediction], budget: BudgetSpec) -> tuple[Prediction, bool]:
+def pick(every: Sequence[PairPrediction], budget: BudgetSpec) -> tuple[PairPrediction, bool]:
     """The fastest within the budget, or what oversteps it least."""
     at, fits = choose({i: p.limited for i, p in enumerate(every)}, limits(budget))
     return every[at], fits
 
 
 def limits(budget: BudgetSpec) -> tuple[float | None, ...]:
-    """Limits of `Prediction.limited`; without `max_kl` the KL that `qspec run` calls ready at any number of bits."""
+    """Limits of `PairPrediction.limited`; without `max_kl` the KL that `qspec run` calls ready at any bits."""
     return None, budget.max_kl or FEWER.kl, budget.ttft_s, budget.memory_gb
 
 
-def within(prediction: Prediction, budget: BudgetSpec) -> bool:
+def within(prediction: PairPrediction, budget: BudgetSpec) -> bool:
     return excess(prediction.limited, limits(budget)) == 0
 
 
-def sentence(chosen: Prediction, every: Sequence[Prediction], budget: BudgetSpec, fits: bool) -> str:
+def sentence(chosen: PairPrediction, every: Sequence[PairPrediction], budget: BudgetSpec, fits: bool) -> str:
     """Why this one: against the best plain one, and what the budget keeps out."""
     sure = f"{1 / chosen.ci[1]:.1f} to {1 / chosen.ci[0]:.1f}" if useful(chosen.ci) else "the times spread too far"
     text = f"{chosen.name}: {1 / chosen.seconds:.1f} tokens/s predicted ({sure})"

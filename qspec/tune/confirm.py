@@ -10,7 +10,7 @@ from typing import Any
 from qspec.bridges import harness
 from qspec.bridges.harness import TaskScores
 from qspec.kept import Kept
-from qspec.measure.arm import Arm, Request, Run
+from qspec.measure.arm import Arm, Run, TokenizedPrompt
 from qspec.measure.bench import measure
 from qspec.measure.evaluate import compare
 from qspec.numerics.statistics.student import ratio_interval
@@ -18,16 +18,16 @@ from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
 from qspec.schema.results import TaskResult
 from qspec.speculation.types import Generation, StepRecord
-from qspec.tune.answer import Answer
+from qspec.tune.answer import Predictions
 from qspec.tune.halves import ORIGINAL
 from qspec.tune.measure import Pieces
-from qspec.tune.predict import Prediction
+from qspec.tune.predict import PairPrediction
 
 Rate = tuple[float, tuple[float, float] | None]
 """Tokens per second, and their interval."""
 
 
-def finalists(answer: Answer, most: int, also: Collection[tuple[str, str]] = ()) -> list[Prediction]:
+def finalists(answer: Predictions, most: int, also: Collection[tuple[str, str]] = ()) -> list[PairPrediction]:
     """Whom to run: the choice, the pairs of `also`, the front, the fastest other pairs; each at its best length."""
     front = [p for p in answer.front if p.seconds <= 2 * answer.chosen.seconds]
     named = [[p for p in answer.every if (p.target, p.draft) == pair] for pair in also]
@@ -43,7 +43,7 @@ def finalists(answer: Answer, most: int, also: Collection[tuple[str, str]] = ())
 
 def confirm(
     arms: Mapping[str, Arm],
-    requests: list[Request],
+    requests: list[TokenizedPrompt],
     recipe: Recipe,
     eos_ids: Collection[int],
     kept: Kept,
@@ -100,7 +100,7 @@ Tasks = Mapping[str, tuple[TaskResult, ...]]
 """By target."""
 
 
-def targets_to_score(answer: Answer, most: int) -> list[str]:
+def targets_to_score(answer: Predictions, most: int) -> list[str]:
     """Targets of the choice and the front, at most so many."""
     return list(dict.fromkeys(p.target for p in (answer.chosen, *answer.front)))[:most]
 

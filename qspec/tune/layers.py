@@ -24,7 +24,7 @@ from qspec.schemes.build import build_plan
 from qspec.speculation.types import Sampling
 from qspec.tune.measure import Pieces
 from qspec.tune.pieces import Json, answer_logits, distributions
-from qspec.tune.predict import DraftPiece, Model, Passes, pass_seconds
+from qspec.tune.predict import DraftPiece, Passes, SeparableModel, pass_seconds
 
 V = TypeVar("V")
 HEAD = "lm_head"
@@ -107,7 +107,7 @@ def _plain(space: Space, form: Form) -> bool:
 class Lowering:
     """The search for one draft beside one target. Units: the decoder layers, then the head."""
 
-    def __init__(self, pieces: Pieces, model: Model, ladder: Ladder, target: str) -> None:
+    def __init__(self, pieces: Pieces, model: SeparableModel, ladder: Ladder, target: str) -> None:
         self._pieces, self._model, self._ladder, self._target = pieces, model, ladder, target
         self._halves = pieces.halves
         sampling = pieces.sampling

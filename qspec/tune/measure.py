@@ -31,14 +31,14 @@ from qspec.tune.pieces import (
     pass_times,
     prompt_seconds,
 )
-from qspec.tune.predict import DraftPiece, Model, Passes, Rounds, TargetPiece, passes_of
+from qspec.tune.predict import DraftPiece, Passes, Rounds, SeparableModel, TargetPiece, passes_of
 
 ROUNDS = 30
 """Rounds of every draft length whose bookkeeping is timed."""
 
 
 class Pieces:
-    """Measures what `Model` is made of, on `prompts`, once.
+    """Measures what `SeparableModel` is made of, on `prompts`, once.
 
     kept: what halves say, on whatever machine. timed: what holds seconds.
     """
@@ -57,13 +57,13 @@ class Pieces:
         self._recipe = halves.space.recipe
         self._spec: TuneSpec[Draft] = halves.space.spec
 
-    def model(self) -> Model:
+    def model(self) -> SeparableModel:
         """Everything timed here."""
         times = self._times()
         targets = {name: self.target(name, passes_of(times[name])) for name in self.halves.space.targets}
         passes = {name: passes_of(times[name]) for name in self.halves.with_weights}
         drafts = {name: self.draft(name, passes.get(name, {})) for name in self.halves.space.drafts if name != PLAIN}
-        return Model(targets, drafts, self._rounds())
+        return SeparableModel(targets, drafts, self._rounds())
 
     @cached_property
     def texts(self) -> list[tuple[list[int], list[int]]]:

@@ -28,10 +28,10 @@ from qspec.report.document import (
     Tone,
     tabulate,
 )
-from qspec.tune.answer import Answer, within
+from qspec.tune.answer import Predictions, within
 from qspec.tune.confirm import Rate, Tasks, halves, speed_of
 from qspec.tune.layers import Lowered, as_data as layers_data
-from qspec.tune.predict import Prediction
+from qspec.tune.predict import PairPrediction
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Confirmed:
     choice is reported with, since the best of several flatters itself on the prompts that chose it.
     """
 
-    prediction: Prediction
+    prediction: PairPrediction
     speed: float
     ci: tuple[float, float] | None = None
     chosen_by: float | None = None
@@ -63,17 +63,17 @@ class Confirmed:
         return off(self.predicted, self.speed)
 
 
-def confirmed(prediction: Prediction, runs: Sequence[Run]) -> Confirmed:
+def confirmed(prediction: PairPrediction, runs: Sequence[Run]) -> Confirmed:
     """A combination with the speeds of its runs."""
     choosing, judging = halves(runs)
     return Confirmed(prediction, *speed_of(runs), speed_of(choosing)[0], speed_of(judging))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchResult:
     """All predictions, and those that were confirmed."""
 
-    answer: Answer
+    answer: Predictions
     confirmed: tuple[Confirmed, ...]
     pruned: tuple[Pruned, ...]
     lowered: tuple[Lowered, ...] = ()
@@ -97,7 +97,7 @@ class Outcome:
         """Standard deviation of the model's own error, relative: what the stated spread does not explain."""
         return excess_deviation(*self._missed)
 
-    def interval(self, p: Prediction) -> tuple[float, float]:
+    def interval(self, p: PairPrediction) -> tuple[float, float]:
         """Tokens/s: where a run would end in 95 of 100 cases, by the errors of the confirmed ones (but its own)."""
         errors, halves = self._missed
         own = next((i for i, c in enumerate(self.confirmed) if c.prediction == p), None)
@@ -147,11 +147,11 @@ class Outcome:
         return [math.log1p(c.error) for c in self.confirmed], [_half(c.prediction) for c in self.confirmed]
 
 
-def _half(p: Prediction) -> float:
+def _half(p: PairPrediction) -> float:
     return math.log(p.ci[1] / p.ci[0]) / 2
 
 
-def as_data(result: Outcome) -> dict[str, Any]:
+def as_data(result: SearchResult) -> dict[str, Any]:
     """JSON types only."""
     middle, worst = result.errors
     return {
@@ -179,7 +179,7 @@ def as_data(result: Outcome) -> dict[str, Any]:
     }
 
 
-def document(result: Outcome, name: str) -> Document:
+def document(result: SearchResult, name: str) -> Document:
     """The page."""
     points = tuple(
         Point(c.prediction.name, c.predicted, c.speed, *(ci if useful(ci) else None for ci in intervals))
@@ -217,7 +217,7 @@ def document(result: Outcome, name: str) -> Document:
     )
 
 
-def _tone(result: Outcome) -> Tone:
+def _tone(result: SearchResult) -> Tone:
     """Good only where the budget is met and the predictions that were put to the test held."""
     if not result.answer.fits:
         return "bad"
@@ -229,7 +229,7 @@ def _ends(ci: tuple[float, float] | None) -> str:
     return interval(ci) if useful(ci) else "unknown"
 
 
-def _cells(result: Outcome, p: Prediction) -> tuple[str, ...]:
+def _cells(result: SearchResult, p: PairPrediction) -> tuple[str, ...]:
     speed = number(1 / p.seconds), _ends(result.interval(p))
     return (p.name, *speed, number(p.kl), interval(p.kl_ci), number(p.ttft), size(p.memory))
 
@@ -291,13 +291,13 @@ def _state(lowered: Lowered, levels: Levels) -> str:
     return f"{', '.join(counts)}, head {heads[levels[-1]]}"
 
 
-def _row(result: Outcome, p: Prediction) -> dict[str, Any]:
+def _row(result: SearchResult, p: PairPrediction) -> dict[str, Any]:
     fields = ("name", "target", "draft", "gamma", "tokens_per_step", "kl", "top1", "memory")
     speeds = {"predicted_tok_s": 1 / p.seconds, "predicted_ci": list(result.interval(p)), "ttft_s": p.ttft}
     return {field: getattr(p, field) for field in fields} | {"kl_ci": p.kl_ci and list(p.kl_ci)} | speeds
 
 
-def _confirmed(result: Outcome, c: Confirmed) -> dict[str, Any]:
+def _confirmed(result: SearchResult, c: Confirmed) -> dict[str, Any]:
     measured = {"measured_tok_s": c.speed, "measured_ci": c.ci and list(c.ci), "within_tolerance": not c.off}
     speed, ci = c.reported or (c.speed, c.ci)
     halved = {"chosen_by_tok_s": c.chosen_by or c.speed, "reported_tok_s": speed, "reported_ci": ci and list(ci)}

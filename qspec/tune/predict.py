@@ -72,7 +72,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PairPrediction:
     """One combination at one draft length and batch size 1. seconds: of a token, with a 95 % interval.
 
     The interval knows the spread of times and texts, not the model's own error: `Outcome` adds that.
@@ -113,7 +113,7 @@ class Replayed(NamedTuple):
     tokens: int
 
 
-class Model:
+class SeparableModel:
     """The separable model: seconds of a request over its tokens, from pieces that know nothing of each other."""
 
     def __init__(
@@ -126,18 +126,18 @@ class Model:
     def draft(self, name: str) -> DraftPiece:
         return self._drafts[name]
 
-    def with_draft(self, name: str, piece: DraftPiece) -> "Model":
+    def with_draft(self, name: str, piece: DraftPiece) -> "SeparableModel":
         """The model with this one draft beside all targets."""
-        return Model(self._targets, {name: piece}, self._rounds)
+        return SeparableModel(self._targets, {name: piece}, self._rounds)
 
-    def predict(self, target: str, draft: str, gamma: int, memory: float) -> Prediction:
+    def predict(self, target: str, draft: str, gamma: int, memory: float) -> PairPrediction:
         """One combination, alone on the device."""
         piece = self._targets[target]
         seconds = self.seconds(target, draft, gamma)
         tokens, error = self.tokens_per_step(target, draft, gamma), min(UNKNOWN, self._error(target, draft, gamma))
         ci = (seconds * math.exp(-error), seconds * math.exp(error))
         harm = piece.kl, piece.kl_ci, piece.top1
-        return Prediction(target, draft, gamma, seconds, ci, tokens, *harm, piece.ttft, memory)
+        return PairPrediction(target, draft, gamma, seconds, ci, tokens, *harm, piece.ttft, memory)
 
     def seconds(self, target: str, draft: str, gamma: int, batch: int = 1) -> float:
         """Seconds of a token of each of `batch` sequences, once its prompt is read by the target."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qspec.errors import OutputError, RecipeError
 from qspec.kept import Kept
-from qspec.measure.arm import Request
+from qspec.measure.arm import TokenizedPrompt
 from qspec.measure.bench import load_requests
 from qspec.pair.drafters.registry import kind_of
 from qspec.planning.tune_space import space_of
@@ -18,13 +18,13 @@ from qspec.report.render import html as report_html
 from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.speculation.types import Sampling
-from qspec.tune.answer import Answer, answer, pick
+from qspec.tune.answer import Predictions, answer, pick
 from qspec.tune.confirm import Rate, confirm, finalists, measure_tasks, speed_of, targets_to_score
 from qspec.tune.halves import Halves
 from qspec.tune.layers import Lowered, Lowering, ladders
 from qspec.tune.measure import Pieces
-from qspec.tune.page import Confirmed, Outcome, as_data, confirmed, document
-from qspec.tune.predict import Model
+from qspec.tune.page import Confirmed, SearchResult, as_data, confirmed, document
+from qspec.tune.predict import SeparableModel
 from qspec.tune.whatif import WhatIf, on_device, predict_device
 
 SECONDS = "seconds"
@@ -49,14 +49,14 @@ class Study:
         prompts = [request.tokens for request in self._requests[0]]
         return Pieces(self.halves, prompts, sampling, Kept(self.out / "pieces"), self._timed, self.progress)
 
-    def search(self) -> tuple[Answer, list[Lowered]]:
+    def search(self) -> tuple[Predictions, list[Lowered]]:
         """All pieces, every prediction; with drafts lowered layer by layer, all forms are timed again beside them."""
         model, budget = self.pieces.model(), self.recipe.budget
         first = answer(self.space, model, budget)
         lowered = self.lower_layers(model, first)
         return (answer(self.space, self.pieces.model(), budget) if lowered else first), lowered
 
-    def lower_layers(self, model: Model, first: Answer) -> list[Lowered]:
+    def lower_layers(self, model: SeparableModel, first: Predictions) -> list[Lowered]:
         """Drafts lowered layer by layer, each beside the target that it is best with; they join the space."""
         every = []
         for ladder in ladders(self.space) if self.spec.layers is not None else []:
@@ -70,7 +70,7 @@ class Study:
         return every
 
     def confirm(
-        self, predicted: Answer, lowered: Sequence[Lowered], beside: Mapping[str, tuple[str, str]] | None = None
+        self, predicted: Predictions, lowered: Sequence[Lowered], beside: Mapping[str, tuple[str, str]] | None = None
     ) -> tuple[tuple[Confirmed, ...], dict[str, Rate]]:
         """The best pairs answer the prompts that acceptance was not measured on, and the speeds of other arms beside.
 
@@ -85,13 +85,13 @@ class Study:
         return tuple(confirmed(p, runs[p.name]) for p in chosen), {name: speeds[name] for name in beside or {}}
 
     @cached_property
-    def _requests(self) -> tuple[list[Request], list[Request]]:
+    def _requests(self) -> tuple[list[TokenizedPrompt], list[TokenizedPrompt]]:
         """The first prompts of every category, for acceptance, and the others, which confirm."""
         spec, mine = self.recipe.timing, self.spec.per_category
         whole = spec.model_copy(update={"per_category": spec.per_category and mine + spec.per_category})
         room = self.halves.max_length - max(spec.max_new_tokens, self.spec.tokens)
         requests, _ = load_requests(whole, self.halves.target.tokenizer, room)
-        parts: tuple[list[Request], list[Request]] = ([], [])
+        parts: tuple[list[TokenizedPrompt], list[TokenizedPrompt]] = ([], [])
         for _, same in groupby(requests, lambda r: r.category):
             listed = list(same)
             parts[0].extend(listed[:mine])
@@ -99,7 +99,7 @@ class Study:
         return parts
 
 
-def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome:
+def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> SearchResult:
     """Search, confirm, and write `out/tune.json`, `out/tune.html` and `out/recipe.yaml`, the job of the chosen pair.
 
     A call that was killed goes on. Raises `RecipeError` for a device that is not here.
@@ -115,7 +115,7 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> Outcome
         predicted, lowered = study.search()
         runs, _ = study.confirm(predicted, lowered)
         tasks = measure_tasks(study.pieces, targets_to_score(predicted, study.spec.evaluate))
-        result = Outcome(predicted, runs, study.space.pruned, tuple(lowered), tasks)
+        result = SearchResult(predicted, runs, study.space.pruned, tuple(lowered), tasks)
         _write(study, result)
     study.progress.close()
     return result
@@ -140,7 +140,7 @@ def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = 
     return predicted
 
 
-def _write(study: Study, result: Outcome) -> None:
+def _write(study: Study, result: SearchResult) -> None:
     best, predicted, out = result.chosen.prediction, result.answer, study.out
     job = study.space.recipe_of(best.target, best.draft, best.gamma)
     atomic_write(out / "recipe.yaml", scheduled(job, predicted.schedule if best == predicted.chosen else []).dump())

@@ -18,9 +18,9 @@ from qspec.readable import interval, number, percent, size
 from qspec.report.document import Block, Document, Finding, Heading, Paragraph, Table
 from qspec.schema.devices import DeviceSheet, read_devices
 from qspec.schema.recipe import Recipe
-from qspec.tune.answer import Answer, answer
+from qspec.tune.answer import Predictions, answer
 from qspec.tune.measure import Pieces
-from qspec.tune.predict import DraftPiece, Model, Passes, Prediction, TargetPiece
+from qspec.tune.predict import DraftPiece, PairPrediction, Passes, SeparableModel, TargetPiece
 
 BANDWIDTH_SHARE = 0.8
 COMPUTE_SHARE = 0.6
@@ -34,7 +34,7 @@ class WhatIf:
     """Answers by context: cached tokens of every sequence."""
 
     sheet: DeviceSheet
-    answers: dict[int, Answer]
+    answers: dict[int, Predictions]
     pruned: tuple[Pruned, ...]
 
     @property
@@ -109,7 +109,7 @@ def predict_device(pieces: Pieces, sheet: DeviceSheet) -> WhatIf:
     return WhatIf(sheet, answers, tuple(pruned))
 
 
-def device_model(pieces: Pieces, sheet: DeviceSheet, context: int) -> Model:
+def device_model(pieces: Pieces, sheet: DeviceSheet, context: int) -> SeparableModel:
     """Measured distributions and harm with passes of a data sheet; each request has a prompt of `context` tokens."""
     space, targets, drafts = pieces.halves.space, dict[str, TargetPiece](), dict[str, DraftPiece]()
     for name, pair in space.targets.items():
@@ -124,7 +124,7 @@ def device_model(pieces: Pieces, sheet: DeviceSheet, context: int) -> Model:
         elif pair.head is not None:
             draft = replace(draft, seconds=pass_seconds(pair.head.cost, sheet_rates(sheet, {}), 1, 0, 1))
         drafts[name] = draft
-    return Model(targets, drafts)
+    return SeparableModel(targets, drafts)
 
 
 def passes(half: PlannedHalf, sheet: DeviceSheet, pieces: Pieces, context: int) -> Passes:
@@ -145,9 +145,9 @@ def _prompt(half: PlannedHalf, sheet: DeviceSheet, length: int) -> float:
     return prefill_seconds(half.bytes.cost, sheet_rates(sheet, half.schemes), length)
 
 
-def _table(answer: Answer) -> Table:
+def _table(answer: Predictions) -> Table:
     """The best draft length of every pair, the fastest pairs first."""
-    pairs: dict[tuple[str, str], Prediction] = {}
+    pairs: dict[tuple[str, str], PairPrediction] = {}
     for p in sorted(answer.every, key=lambda p: p.seconds):
         pairs.setdefault((p.target, p.draft), p)
     rows = tuple(
@@ -165,7 +165,7 @@ def _table(answer: Answer) -> Table:
     return Table("The fastest pairs, each at its best draft length", columns, rows)
 
 
-def _row(p: Prediction) -> dict[str, Any]:
+def _row(p: PairPrediction) -> dict[str, Any]:
     fields = ("name", "target", "draft", "gamma", "tokens_per_step", "kl", "memory")
     speeds = {"predicted_tok_s": 1 / p.seconds, "predicted_ttft_s": p.ttft, "kl_ci": p.kl_ci and list(p.kl_ci)}
     return {field: getattr(p, field) for field in fields} | speeds

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from qspec.measure.arm import Request
+from qspec.measure.arm import TokenizedPrompt
 from qspec.nn.cpp.offload import OffloadedDecoder, Reading, packed_path
 from qspec.nn.engines import AnyDecoder, open_decoder
 from qspec.pair.drafters.registry import draft_policy
@@ -51,7 +51,7 @@ class Arm:
     drafter: Drafter | None = None
     length: DraftLength | None = None
 
-    def run(self, request: Request, tokens: int) -> "Run":
+    def run(self, request: TokenizedPrompt, tokens: int) -> "Run":
         before = reading(self.target)
         generation = generate(
             self.target,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from qspec.measure.arm import Arm, Request, Run
+from qspec.measure.arm import Arm, Run, TokenizedPrompt
 from qspec.measure.arms import load_originals
 from qspec.measure.bench import find_mismatches, load_requests, measure
 from qspec.measure.stats import ArmFacts, summarize
@@ -118,7 +118,7 @@ class Bench:
     def eos_ids(self) -> Collection[int]:
         return self._model.arch.eos_ids
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[TokenizedPrompt]:
         """One of each category after the other, so that a run that was cut short is balanced."""
         subject = self.comparison.subject
         room = subject.max_length - subject.benchmark.max_new_tokens
@@ -175,7 +175,7 @@ def rows_of(comparison: Comparison) -> Iterator[Row]:
     """By temperature, draft and policy: over all prompts, then by category."""
     kept = comparison.kept().values()
     by_prompt = {one.runs[0].prompt: one.category for one in kept}
-    requests = [Request(by_prompt.get(prompt, ""), []) for prompt in range(max(by_prompt, default=-1) + 1)]
+    requests = [TokenizedPrompt(by_prompt.get(prompt, ""), []) for prompt in range(max(by_prompt, default=-1) + 1)]
     categories = dict.fromkeys(["all", *by_prompt.values()])
     for temperature in dict.fromkeys(one.runs[0].temperature for one in kept):
         asked_here = [one for one in kept if one.runs[0].temperature == temperature]

@@ -22,7 +22,7 @@ import warnings
 import torch
 
 from qspec.bridges.speculator import read_config
-from qspec.measure.arm import Request, Run, steps_of
+from qspec.measure.arm import Run, TokenizedPrompt, steps_of
 from qspec.measure.bench import load_requests
 from qspec.measure.stats import acceptance
 from qspec.models.vocab import real_vocab
@@ -95,7 +95,7 @@ def curve_rows(name: str, folder: Path) -> Iterator[dict[str, Any]]:
 def measured(
     pair: LoadedPair,
     arms: Mapping[str, Drafter],
-    requests: list[Request],
+    requests: list[TokenizedPrompt],
     tokens: int,
     temperature: float,
     progress: Progress,
@@ -111,9 +111,9 @@ def measured(
         progress.say(f"{i + 1} of {len(requests)} prompts")
 
 
-def rows_of(runs: list[Run], requests: list[Request]) -> Iterator[dict[str, Any]]:
+def rows_of(runs: list[Run], requests: list[TokenizedPrompt]) -> Iterator[dict[str, Any]]:
     """By drafter: over all prompts, over those of a chat, then by category."""
-    chat = [Request("chat", request.tokens) if request.category in CHAT else request for request in requests]
+    chat = [TokenizedPrompt("chat", request.tokens) if request.category in CHAT else request for request in requests]
     for name in dict.fromkeys(run.arm for run in runs):
         own = [run for run in runs if run.arm == name and steps_of([run])]
         grouped = [found for found in acceptance(name, own, chat, {}) if found.category == "chat"]

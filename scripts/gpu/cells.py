@@ -21,7 +21,7 @@ from qspec.numerics.roofline import PassCost, Rates, pass_seconds, prefill_secon
 from qspec.numerics.speculation.probs import target_probs
 from qspec.numerics.speculation.speedup import expected_tokens
 from qspec.records import ArchMap
-from qspec.speculation.batch import Prompt
+from qspec.speculation.batch import GenerationRequest
 from qspec.speculation.device import generate_on_device
 from scripts.gpu import models as gpu_models
 from scripts.gpu.ceilings import Ceilings, wait
@@ -298,7 +298,9 @@ def _accepted(
     loop = CudaLoop(read, drafted, rule, DRAFTS, target.arch.eos_ids)
     for drafts in (0, DRAFTS):
         for _ in range(2):  # the first one captures
-            asked = [Prompt(tokens, new, torch.Generator().manual_seed(i)) for i, tokens in enumerate(prompts)]
+            asked = [
+                GenerationRequest(tokens, new, torch.Generator().manual_seed(i)) for i, tokens in enumerate(prompts)
+            ]
             begin = perf_counter()
             answers = generate_on_device(loop, asked, ((1, 1, drafts),))
             found[drafts] = sum(len(answer.tokens) for answer in answers) / (perf_counter() - begin)

@@ -40,7 +40,7 @@ from qspec.report.page import write
 from qspec.report.study import document
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
-from qspec.speculation.batch import Prompt, generate_batch
+from qspec.speculation.batch import GenerationRequest, generate_batch
 from qspec.speculation.types import Drafter, Generation, Sampling
 from scripts.common import digest, read_options, write_baseline
 from scripts.engines.cells import served_in
@@ -114,7 +114,9 @@ class Engine:
     ) -> list[Generation]:
         policy = self.subject.arms[arm].policy
         requests = [
-            Prompt(tokens, new, torch.Generator().manual_seed(i), drafter, request_policy(policy) if drafter else None)
+            GenerationRequest(
+                tokens, new, torch.Generator().manual_seed(i), drafter, request_policy(policy) if drafter else None
+            )
             for i, (tokens, drafter) in enumerate(zip(asked, drafters, strict=True))
         ]
         none_ends = ()  # as many tokens from every arm

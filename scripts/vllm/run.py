@@ -28,7 +28,7 @@ import torch
 
 from qspec.bridges.vllm import server as vllm
 from qspec.kept import Kept
-from qspec.measure.arm import Request
+from qspec.measure.arm import TokenizedPrompt
 from qspec.measure.arms import load_originals
 from qspec.measure.bench import load_requests
 from qspec.numerics.statistics.fidelity import wilson_interval
@@ -114,7 +114,7 @@ def made(target: str) -> Path:
     return out / "pair"
 
 
-def served(args: argparse.Namespace, requests: Sequence[Request], *, draft: bool) -> Served:
+def served(args: argparse.Namespace, requests: Sequence[TokenizedPrompt], *, draft: bool) -> Served:
     """Kept, or asked now."""
     job = serving(args.pair, draft=draft, more=SMALL)
     halves = half_digests(read_manifest(args.pair))
@@ -131,13 +131,13 @@ def served(args: argparse.Namespace, requests: Sequence[Request], *, draft: bool
     return Served(**answered("served", asked, lambda _: ask_all()).value)
 
 
-def ours(pair: LoadedPair, request: Request, new: int, k: int) -> Generation:
+def ours(pair: LoadedPair, request: TokenizedPrompt, new: int, k: int) -> Generation:
     law, eos_ids = Sampling(), pair.model.arch.eos_ids
     drafter = pair.drafter if k else None
     return generate(pair.target, drafter, Fixed(k), request.tokens, new, law, eos_ids, torch.Generator())
 
 
-def parting(request: Request, some: Sequence[int], other: Sequence[int]) -> tuple[int, Parting | None]:
+def parting(request: TokenizedPrompt, some: Sequence[int], other: Sequence[int]) -> tuple[int, Parting | None]:
     """How many tokens two answers share, and where they part; None if one is the other, or its beginning."""
     together = enumerate(zip(some, other, strict=False))
     shared = next((i for i, (a, b) in together if a != b), min(len(some), len(other)))
@@ -147,7 +147,7 @@ def parting(request: Request, some: Sequence[int], other: Sequence[int]) -> tupl
 
 
 def compared(
-    pair: LoadedPair, requests: Sequence[Request], answers: Mapping[str, Sequence[list[int]]]
+    pair: LoadedPair, requests: Sequence[TokenizedPrompt], answers: Mapping[str, Sequence[list[int]]]
 ) -> Iterator[Row]:
     """Answers of each engine beside those of the next: up to where they are equal, and what is known of that place."""
     found: list[tuple[Row, Parting | None]] = []

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from qspec.measure.arm import Arm, Request
+from qspec.measure.arm import Arm, TokenizedPrompt
 from qspec.measure.batch import _groups, _rate, _ratios, measure_batches
 from qspec.measure.bench import arm_facts
 from qspec.progress import Progress
@@ -14,7 +14,7 @@ from qspec.speculation.types import Generation, StepRecord
 from tests.speculation.toys import TableLM, blend, table
 
 TABLE = table(1, 6)
-REQUESTS = [Request("even" if i % 2 == 0 else "odd", [1, i]) for i in range(5)]
+REQUESTS = [TokenizedPrompt("even" if i % 2 == 0 else "odd", [1, i]) for i in range(5)]
 
 
 def _recipe(**benchmark: object) -> Recipe:

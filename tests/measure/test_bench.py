@@ -11,7 +11,7 @@ from torch import Tensor
 from qspec.bridges.hf import load_folder
 from qspec.errors import SourceError
 from qspec.measure import bench as stage
-from qspec.measure.arm import Arm, Request, Run
+from qspec.measure.arm import Arm, Run, TokenizedPrompt
 from qspec.measure.stats import ArmFacts, acceptance, summarize
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.cuda.loop import CudaLoop
@@ -127,7 +127,9 @@ def test_arms_on_a_gpu_run_in_its_loop(prompts: str, tmp_path: Path, monkeypatch
         "draft": Arm(target, ModelDrafter(draft), Fixed(3), new_drafter=lambda: ModelDrafter(draft.fork())),
         "lookup": Arm(target, NgramDrafter(), Fixed(3)),
     }
-    made = stage.measure(arms, [Request("a", [1, 40, 50])], _recipe(prompts, temperatures=[0.0, 0.7]), [2], QUIET)
+    made = stage.measure(
+        arms, [TokenizedPrompt("a", [1, 40, 50])], _recipe(prompts, temperatures=[0.0, 0.7]), [2], QUIET
+    )
     first = next(made)
     assert captured.count(0) == 4, "two arms at two temperatures"
     runs = [first, *made]
@@ -174,7 +176,7 @@ FACTS = {
     "p": ArmFacts(False, "p", weight_bytes=1000, kv_bytes_per_token=2),
     "s": ArmFacts(True, "p", weight_bytes=1000, draft_bytes=100, kv_bytes_per_token=2),
 }
-REQUESTS = [Request("x", [1] * 20), Request("y", [1] * 20)]
+REQUESTS = [TokenizedPrompt("x", [1] * 20), TokenizedPrompt("y", [1] * 20)]
 
 
 def test_statistics_of_a_made_up_clock():
@@ -293,7 +295,7 @@ def test_acceptance_is_as_sure_as_its_prompts():
     """Would catch greedy repeats and the tokens of one answer counted as independent, and one prompt taken for many."""
     easy, hard = [StepRecord(4, 4, 0.1, 0.1, 0.1)] * 40, [StepRecord(4, 0, 0.1, 0.1, 0.1)] * 40
     answers = [easy, hard, easy, hard]
-    requests = [Request("x" if i < 3 else "y", [1]) for i in range(4)]
+    requests = [TokenizedPrompt("x" if i < 3 else "y", [1]) for i in range(4)]
     runs = [_run("s", i, 1.0, repeat, answers[i]) for repeat in range(3) for i in range(4)]
     pooled, _, of_y = acceptance("s", runs, requests, {})
     assert pooled.alpha.value == pytest.approx(320 / 400)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qspec.measure import prove
-from qspec.measure.arm import Arm, Request
+from qspec.measure.arm import Arm, TokenizedPrompt
 from qspec.numerics.speculation.probs import sample
 from qspec.progress import Progress
 from qspec.report.verdict import _sampled
@@ -23,7 +23,7 @@ from tests.speculation.toys import DrawnTree, ScriptedTree, TableLM, blend, tabl
 
 TABLE = table(1, 6, scale=1.0)
 OTHER = blend(2, TABLE, 0.7)
-REQUESTS = [Request("qa", [1, i, 2]) for i in range(6)]
+REQUESTS = [TokenizedPrompt("qa", [1, i, 2]) for i in range(6)]
 TREE = (-1, -1, 0, 0, 1)
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: ModelDrafter(TableLM(OTHER)),
@@ -121,7 +121,7 @@ def test_lossy_engines_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_prompt_is_read_once_for_each_text() -> None:
     """Would catch prompts that are read anew for the law of every token, or for every text of a step."""
     target = TableLM(TABLE)
-    long = [Request("qa", [1 + i % 5 for i in range(400)])]
+    long = [TokenizedPrompt("qa", [1 + i % 5 for i in range(400)])]
     prove.marginals(Arm(target, ModelDrafter(TableLM(OTHER)), Fixed(4)), long, 0, Progress(quiet=True))
     texts = sum(rows == 400 for rows in target.rows)
     assert 0 < texts == sum(rows == prove.POSITIONS for rows in target.rows)

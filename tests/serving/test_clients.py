@@ -104,7 +104,7 @@ def test_a_long_body_is_refused_shortly_and_holds_nobody_up(served: tuple[Server
 def test_no_refusal_sends_back_what_it_refuses(served: tuple[Server, str], path: str, fields: Any, status: int) -> None:
     """Would catch a reply that is as long as what was asked, of a body that may be read."""
     body = json.dumps(fields).encode()
-    assert len(body) <= most_bytes(served[0].answers)
+    assert len(body) <= most_bytes(served[0].scheduler)
     reply = httpx.post(f"{served[1].removesuffix('/v1')}{path}", content=body, timeout=60, trust_env=False)
     assert (reply.status_code, len(reply.content) < LINE) == (status, True)
     assert "x" * 201 not in reply.text
@@ -114,7 +114,7 @@ def test_a_template_does_not_send_back_what_it_refuses(
     served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would catch a whole conversation in the message of a template that quotes it."""
-    tokenizer: Any = served[0].answers.pair.model.tokenizer
+    tokenizer: Any = served[0].scheduler.pair.model.tokenizer
     monkeypatch.setattr(tokenizer.inner, "chat_template", "{{ raise_exception('no: ' + messages[0].content) }}")
     reply = ask(served[1], "chat/completions", messages=[{"role": "user", "content": "x" * 50_000}])
     assert (reply.status_code, "no: x" in reply.text, "x" * 201 in reply.text) == (400, True, False)
@@ -270,7 +270,7 @@ def test_whoever_waits_at_the_end_is_told_503(pair: Path, monkeypatch: pytest.Mo
         with running(pair, at_once=1) as (server, url):
             waiting = [pool.submit(ask, url, prompt="a", max_tokens=100, ignore_eos=True) for _ in range(2)]
             assert begun.wait(30)
-            until(lambda: server.answers.waiting.qsize())
+            until(lambda: server.scheduler.waiting.qsize())
         found = [one.result() for one in waiting]
     assert [reply.status_code for reply in found] == [503, 503]
     assert {reply.json()["error"]["message"] for reply in found} == {"the server was stopped"}
@@ -279,7 +279,7 @@ def test_whoever_waits_at_the_end_is_told_503(pair: Path, monkeypatch: pytest.Mo
 def test_tokenizing_holds_nobody_up(served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a long prompt that is tokenized where connections are served, or where the engine runs."""
     server, url = served
-    kind, long, done = type(server.answers.pair.model.tokenizer), Event(), Event()
+    kind, long, done = type(server.scheduler.pair.model.tokenizer), Event(), Event()
     encode = kind.encode
 
     def held(self: Any, text: str, special: bool = True) -> Any:

@@ -70,7 +70,7 @@ def test_requests_share_passes_and_nothing_else(pair: Path, alone: LoadedPair) -
     with running(pair, at_once=3) as (server, url), pytest.MonkeyPatch.context() as patch:
 
         def counted(self: Batch, emit: Any) -> Any:
-            while not together and len(self) + server.answers.waiting.qsize() < len(asked):
+            while not together and len(self) + server.scheduler.waiting.qsize() < len(asked):
                 time.sleep(0.001)  # until all have asked
             together.append(len(self))
             return step(self, emit)
@@ -94,7 +94,7 @@ def test_heads_and_lookups_draft_for_each_request(tmp_path: Path) -> None:
     want = [open_pair(pair).generate(text, 24, temperature=0.0).text for text in TEXTS]
     with running(pair, at_once=3) as (server, url), ThreadPoolExecutor(len(TEXTS)) as pool:
         replies = list(pool.map(lambda text: chat(url, text, max_tokens=24, temperature=0), TEXTS))
-        assert server.answers.counts.drafted > 0
+        assert server.scheduler.counts.drafted > 0
     assert [reply.json()["choices"][0]["message"]["content"] for reply in replies] == want
 
 
@@ -122,11 +122,11 @@ def test_a_stop_string_ends_the_answer(served: tuple[Server, str]) -> None:
     server, url = served
     asked: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
     whole = chat(url, TEXTS[0], **asked).json()["choices"][0]["message"]["content"]
-    stop, before = whole[7:10], server.answers.counts.tokens
+    stop, before = whole[7:10], server.scheduler.counts.tokens
     choice = chat(url, TEXTS[0], stop=stop, **asked).json()["choices"][0]
     assert choice["message"]["content"] == whole[: whole.index(stop)]
     assert choice["finish_reason"] == "stop"
-    assert server.answers.counts.tokens - before < 60
+    assert server.scheduler.counts.tokens - before < 60
     pieces = [event["choices"][0]["delta"].get("content", "") for event in events(url, stop=[stop], **asked)]
     assert "".join(pieces) == choice["message"]["content"]
 
@@ -238,7 +238,7 @@ def test_a_prompt_may_be_a_list_of_one(served: tuple[Server, str]) -> None:
 
 def test_a_template_that_refuses_a_conversation(served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a fault of the server where a client gives a role that the template does not know."""
-    tokenizer: Any = served[0].answers.pair.model.tokenizer
+    tokenizer: Any = served[0].scheduler.pair.model.tokenizer
     monkeypatch.setattr(tokenizer.inner, "chat_template", "{{ raise_exception('no system role') }}")
     reply = chat(served[1], TEXTS[0])
     assert (reply.status_code, "no system role" in reply.text) == (400, True)
@@ -246,7 +246,7 @@ def test_a_template_that_refuses_a_conversation(served: tuple[Server, str], monk
 
 def test_one_thread_at_a_time_tokenizes(served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch questions that fail because another one came at the same moment: "Already borrowed"."""
-    kind, inside, most = type(served[0].answers.pair.model.tokenizer), list[str](), list[int]()
+    kind, inside, most = type(served[0].scheduler.pair.model.tokenizer), list[str](), list[int]()
     encode = kind.encode
 
     def counted(self: Any, text: str, special: bool = True) -> Any:
@@ -302,9 +302,9 @@ def test_whoever_has_gone_is_not_computed_for(pair: Path, monkeypatch: pytest.Mo
             next(reply.iter_raw())
         until(lambda: not server.server_state.tasks)
         gone.set()
-        until(lambda: server.answers.counts.requests)
-        assert server.answers.counts.tokens < 100
-        assert server.answers.running == 0
+        until(lambda: server.scheduler.counts.requests)
+        assert server.scheduler.counts.tokens < 100
+        assert server.scheduler.running == 0
 
 
 def hang_up(server: Server, text: str) -> socket.socket:
@@ -330,14 +330,14 @@ def test_whoever_hangs_up_before_anything_is_written(pair: Path, monkeypatch: py
         first = hang_up(server, "a")
         assert begun.wait(30)
         second = hang_up(server, "b")
-        until(lambda: server.answers.waiting.qsize())
+        until(lambda: server.scheduler.waiting.qsize())
         first.close()
         second.close()
         until(lambda: not server.server_state.tasks)
         both_gone.set()
         assert ask(url, prompt="c", max_tokens=2, ignore_eos=True).status_code == 200
-        assert server.answers.counts.requests == 2
-        assert server.answers.counts.tokens < 20
+        assert server.scheduler.counts.requests == 2
+        assert server.scheduler.counts.tokens < 20
 
 
 def test_a_fault_of_the_engine_ends_no_server(pair: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -363,13 +363,13 @@ def test_a_text_that_cannot_be_read_fails_its_own_request(
 ) -> None:
     """Would catch a client that waits for ever for what failed at its end, and a fault told to whoever is beside it."""
     with running(pair) as (server, url):
-        decode = server.answers.pair.model.tokenizer.decode
+        decode = server.scheduler.pair.model.tokenizer.decode
 
         def fails_once(tokens: list[int], **options: Any) -> str:
-            monkeypatch.setattr(server.answers.pair.model.tokenizer, "decode", decode)
+            monkeypatch.setattr(server.scheduler.pair.model.tokenizer, "decode", decode)
             raise ValueError("no such text")
 
-        monkeypatch.setattr(server.answers.pair.model.tokenizer, "decode", fails_once)
+        monkeypatch.setattr(server.scheduler.pair.model.tokenizer, "decode", fails_once)
         failed = ask(url, prompt=TEXTS[0], max_tokens=4)
         assert (failed.status_code, "no such text" in failed.text) == (500, True)
         assert ask(url, prompt=TEXTS[0], max_tokens=4).status_code == 200
@@ -395,7 +395,7 @@ def test_the_command_serves_until_it_is_interrupted(
         thread = Thread(target=self.run, args=([self.socket],))
         thread.start()
         asked.append(chat(f"http://127.0.0.1:{self.port}/v1", TEXTS[0], max_tokens=4))
-        assert self.answers.at_once == 2
+        assert self.scheduler.at_once == 2
         self.should_exit = True
         thread.join()
         raise KeyboardInterrupt

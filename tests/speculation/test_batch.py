@@ -17,7 +17,7 @@ from qspec.quantization.calibrate import calibrate
 from qspec.quantization.rtn import quantize
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schemes.build import build_plan
-from qspec.speculation.batch import Batch, Prompt, generate_batch
+from qspec.speculation.batch import Batch, GenerationRequest, generate_batch
 from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.drafters.ngram import NgramDrafter
@@ -78,7 +78,7 @@ SOURCES: dict[str, Callable[[], Drafter]] = {
 def test_every_drafter_under_every_policy_says_what_plain_decoding_says(source: str, policy: str, batch: int) -> None:
     """Catches a pairing of drafter, policy and batch size that changes a greedy answer."""
     asked = [
-        Prompt(
+        GenerationRequest(
             text, 20, torch.Generator().manual_seed(i), SOURCES[source](), build(policy, 3, 6, by_batch=((1, 2, 6),))
         )
         for i, text in enumerate(TEXTS[:batch])
@@ -87,15 +87,17 @@ def test_every_drafter_under_every_policy_says_what_plain_decoding_says(source: 
     assert [result.tokens for result in results] == [greedy(TABLE, text, 20) for text in TEXTS[:batch]]
 
 
-def prompts() -> list[Prompt]:
+def prompts() -> list[GenerationRequest]:
     policies = [Fixed(3), Heuristic(2, 8), Fixed(3), Fixed(0), None]
     return [
-        Prompt(text, n, torch.Generator().manual_seed(i), drafter, policy)
+        GenerationRequest(text, n, torch.Generator().manual_seed(i), drafter, policy)
         for i, (text, n, drafter, policy) in enumerate(zip(TEXTS, LENGTHS, drafters(), policies, strict=True))
     ]
 
 
-def alone(target: TableLM | Decoder, prompt: Prompt, sampling: Sampling, eos: tuple[int, ...] = ()) -> Generation:
+def alone(
+    target: TableLM | Decoder, prompt: GenerationRequest, sampling: Sampling, eos: tuple[int, ...] = ()
+) -> Generation:
     return generate(
         target, prompt.drafter, prompt.policy, prompt.tokens, prompt.max_new_tokens, sampling, eos, prompt.generator
     )
@@ -152,14 +154,16 @@ def test_a_full_cache_ends_one_request_only() -> None:
 def test_finished_requests_leave_the_batch() -> None:
     """Catches rows computed for requests that are done, and a pass for each request instead of one for all."""
     Counted.passes = []
-    results = generate_batch(Counted(TABLE), [Prompt([3], n, torch.Generator()) for n in (4, 2, 0, 6)], GREEDY, ())
+    results = generate_batch(
+        Counted(TABLE), [GenerationRequest([3], n, torch.Generator()) for n in (4, 2, 0, 6)], GREEDY, ()
+    )
     assert [len(result.tokens) for result in results] == [4, 2, 0, 6]
     assert Counted.passes == [3, 2, 2, 1, 1]
 
 
 def test_a_schedule_counts_the_requests_that_go_on() -> None:
     """Catches drafts as long in a full batch as in an empty one, or a size that never shrinks."""
-    batch = [Prompt([3, 1], n, torch.Generator(), ModelDrafter(TableLM(TABLE)), Fixed(5)) for n in (3, 9)]
+    batch = [GenerationRequest([3, 1], n, torch.Generator(), ModelDrafter(TableLM(TABLE)), Fixed(5)) for n in (3, 9)]
     first, second = generate_batch(TableLM(TABLE), batch, GREEDY, (), schedule=((1, 1, 3), (2, 8, 0)))
     assert [s.drafted for s in first.steps] == [0, 0]
     assert [s.drafted for s in second.steps] == [0, 0, 3, 1]
@@ -198,10 +202,10 @@ def test_a_quantized_batch_says_bit_for_bit_the_same(kv: KVSpec | None, tmp_path
     plan = build_plan(QuantSpec(scheme="W8A8", kv=kv))
     target = Decoder.from_quantized(quantize(model, calibrate(model, [text]), plan), max_length=96)
 
-    def batch() -> list[Prompt]:
+    def batch() -> list[GenerationRequest]:
         sources = [ModelDrafter(target.fork()), TreeDrafter(target.fork(), 3, 3, 12), None, NgramDrafter()]
         return [
-            Prompt(text[i : 3 * i + 1], 24, torch.Generator().manual_seed(i), source, Fixed(4))
+            GenerationRequest(text[i : 3 * i + 1], 24, torch.Generator().manual_seed(i), source, Fixed(4))
             for i, source in zip((4, 9, 17, 2), sources, strict=True)
         ]
 
@@ -241,7 +245,7 @@ class Parts:
         self.told: list[int] = []
 
     def join(self, batch: Batch, number: int) -> None:
-        prompt = Prompt(self.tokens, 24, Repeatable(number), self.drafter, self.policy)
+        prompt = GenerationRequest(self.tokens, 24, Repeatable(number), self.drafter, self.policy)
         batch.join(number, self.target, prompt, self.law, ())
         self.told += batch.read(number)
 
@@ -304,7 +308,7 @@ def test_a_fault_of_a_tree_leaves_no_nodes_behind() -> None:
 def test_a_batch_that_is_asked_for_at_once_fails_with_its_request() -> None:
     """Catches a fault that is swallowed where nobody takes it: an answer that just ends."""
     policy = breaks(Fixed(3), "next", 2)
-    asked = [Prompt(text, 24, torch.Generator(), NgramDrafter(), policy) for text in TEXTS[:1]]
+    asked = [GenerationRequest(text, 24, torch.Generator(), NgramDrafter(), policy) for text in TEXTS[:1]]
     with pytest.raises(Fault):
         generate_batch(TableLM(TABLE), asked, GREEDY, ())
 

@@ -25,7 +25,7 @@ from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schemes.build import build_plan
 from qspec.speculation import device
-from qspec.speculation.batch import Prompt, generate_batch
+from qspec.speculation.batch import GenerationRequest, generate_batch
 from qspec.speculation.device import generate_on_device, obstacle, rule_of
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.drafters.ngram import NgramDrafter
@@ -70,9 +70,11 @@ def looped(
     )
 
 
-def asked(drafter: Callable[[], ModelDrafter] | None = None, drafts: int = 0, longer: int = 0) -> list[Prompt]:
+def asked(
+    drafter: Callable[[], ModelDrafter] | None = None, drafts: int = 0, longer: int = 0
+) -> list[GenerationRequest]:
     return [
-        Prompt(
+        GenerationRequest(
             tokens,
             new + longer,
             torch.Generator().manual_seed(i),
@@ -156,7 +158,7 @@ def test_codes_roll_back_like_floats(kv: KVSpec, target: LoadedModel, draft: Loa
 
 def test_synthetic_drafts_stand_as_often_as_asked(target: LoadedModel, draft: LoadedModel) -> None:
     """Catches a chance that is applied to every draft on its own, or the engine's drafts counted instead."""
-    prompts = [Prompt(TOKENS[:5], 100, torch.Generator().manual_seed(i)) for i in range(12)]
+    prompts = [GenerationRequest(TOKENS[:5], 100, torch.Generator().manual_seed(i)) for i in range(12)]
     found = generate_on_device(looped(target, draft, Synthetic(0.8), 3), prompts, ((1, ALWAYS, 3),))
     steps = [step for answer in found for step in answer.steps if step.drafted == 3]
     # 0.8 + 0.64 + 0.512 of 3 stand; about 400 steps, so three standard errors are 0.2
@@ -167,9 +169,9 @@ def test_what_has_no_room_is_refused(target: LoadedModel) -> None:
     """Catches a request that would write over the spare position, or stop in silence."""
     loop = looped(target, target, Greedy(), 4)
     with pytest.raises(RecipeError, match=r"20 \+ 105 tokens.*leave 124 beside 4 drafts"):
-        generate_on_device(loop, [Prompt(TOKENS[:20], 105, torch.Generator())], ((1, 1, 4),))
+        generate_on_device(loop, [GenerationRequest(TOKENS[:20], 105, torch.Generator())], ((1, 1, 4),))
     with pytest.raises(RecipeError, match="empty prompt"):
-        generate_on_device(loop, [Prompt([], 5, torch.Generator())], ((1, 1, 4),))
+        generate_on_device(loop, [GenerationRequest([], 5, torch.Generator())], ((1, 1, 4),))
     with pytest.raises(RecipeError, match="64 drafts"):
         looped(target, target, Greedy(), 64)
 
@@ -236,12 +238,14 @@ def on_cuda(model: LoadedModel | QuantizedModel, length: int = 128) -> CudaDecod
     return CudaDecoder.load(model, torch.float32, length, device="cpu")
 
 
-def drafting(draft: LoadedModel, policy: DraftLength | None, number: int = 0, lm: CudaDecoder | None = None) -> Prompt:
+def drafting(
+    draft: LoadedModel, policy: DraftLength | None, number: int = 0, lm: CudaDecoder | None = None
+) -> GenerationRequest:
     drafter = ModelDrafter(lm or on_cuda(draft))
-    return Prompt(PROMPTS[number], NEW[number], torch.Generator().manual_seed(number), drafter, policy)
+    return GenerationRequest(PROMPTS[number], NEW[number], torch.Generator().manual_seed(number), drafter, policy)
 
 
-def single(target: CudaDecoder, prompt: Prompt, sampling: Sampling, **options: Any) -> Generation:
+def single(target: CudaDecoder, prompt: GenerationRequest, sampling: Sampling, **options: Any) -> Generation:
     """`engine.generate` of one prompt."""
     return generate(
         target,

@@ -11,7 +11,7 @@ import torch
 
 from qspec.errors import RecipeError
 from qspec.nn.reuse import PrefixReuse
-from qspec.speculation.batch import Prompt, generate_batch
+from qspec.speculation.batch import GenerationRequest, generate_batch
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.drafters.ngram import NgramDrafter
 from qspec.speculation.drafters.tree import TreeDrafter
@@ -327,7 +327,7 @@ def test_torch_has_one_thread_beside_a_target_with_its_own() -> None:
     try:
         run(ThreadedLM(TABLE), DRAFTERS["fair"](), Fixed(3))
         run(PrefixReuse(ThreadedLM(TABLE)), None, None)
-        generate_batch(ThreadedLM(TABLE), [Prompt([3], 4, torch.Generator())], GREEDY, ())
+        generate_batch(ThreadedLM(TABLE), [GenerationRequest([3], 4, torch.Generator())], GREEDY, ())
         assert ThreadedLM.torchs == {1}
         with pytest.raises(MemoryError):
             run(ThreadedLM(TABLE, 12), DRAFTERS["none"](), Fixed(3))

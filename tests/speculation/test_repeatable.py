@@ -9,7 +9,7 @@ import torch
 
 from qspec.errors import RecipeError
 from qspec.numerics.speculation.probs import exponentials, race
-from qspec.speculation.batch import Prompt, generate_batch
+from qspec.speculation.batch import GenerationRequest, generate_batch
 from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.drafters.ngram import NgramDrafter
@@ -58,7 +58,7 @@ def test_those_beside_it_do_not_change_the_text_of_a_seed() -> None:
     """Catches numbers shared by requests of a batch, and a batch size that decides what is drawn."""
     for size in (1, 2, 4):
         asked = [
-            Prompt(text, 40, Repeatable(7), made(), build("heuristic", 3, 6))
+            GenerationRequest(text, 40, Repeatable(7), made(), build("heuristic", 3, 6))
             for text, made in zip(TEXTS[:size], DRAFTERS.values(), strict=False)
         ]
         found = generate_batch(TableLM(TABLE), asked, WARM, (), schedule=((1, 1, 5), (2, 3, 2), (4, 4, 0)))

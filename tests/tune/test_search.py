@@ -23,12 +23,12 @@ from qspec.schema.recipe import Recipe
 from qspec.schema.tuning import LayersSpec
 from qspec.speculation.types import Generation, Sampling
 from qspec.tune import measure as tune_measure, search as tune_pair
-from qspec.tune.answer import Answer, pick
+from qspec.tune.answer import Predictions, pick
 from qspec.tune.confirm import measure_tasks
 from qspec.tune.layers import Lowering, ladders
-from qspec.tune.page import Confirmed, Outcome, as_data, confirmed, document
+from qspec.tune.page import Confirmed, SearchResult, as_data, confirmed, document
 from qspec.tune.pieces import bookkeeping
-from qspec.tune.predict import DraftPiece, Model, Rounds, TargetPiece
+from qspec.tune.predict import DraftPiece, Rounds, SeparableModel, TargetPiece
 from tests.jobs import job
 from tests.tiny import tiny_model
 
@@ -95,7 +95,7 @@ def test_what_cannot_run_is_pruned_with_its_reason(tmp_path: Path, model: Path) 
         tune_pair.tune(recipe, tmp_path / "out")
 
 
-def toy(agrees: list[bool]) -> Model:
+def toy(agrees: list[bool]) -> SeparableModel:
     """Given times: a target pass of r rows takes 10 + r, a draft's 2 (3 of two rows), its prompt 50.
 
     A round of d drafts costs 0.1 + d / 10, and the draft 0.2 d beside.
@@ -105,7 +105,9 @@ def toy(agrees: list[bool]) -> Model:
     verify = {1: {r: (10.0 + r, 0.0) for r in range(1, 6)}, 8: {r: (80.0 * r, 0.0) for r in range(1, 6)}}
     passes = {1: {1: (2.0, 0.0), 2: (3.0, 0.0)}, 8: {1: (16.0, 0.0), 2: (24.0, 0.0)}}
     rounds = Rounds({d: 0.1 + d / 10 for d in range(7)}, {d: 0.2 * d for d in range(7)})
-    return Model({"t": TargetPiece(verify, 0.1, None, 1.0, 1.0, law)}, {"d": DraftPiece(passes, says, [50.0])}, rounds)
+    return SeparableModel(
+        {"t": TargetPiece(verify, 0.1, None, 1.0, 1.0, law)}, {"d": DraftPiece(passes, says, [50.0])}, rounds
+    )
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 4])
@@ -141,10 +143,10 @@ def test_intervals_hold_the_error_of_the_model(tmp_path: Path, model: Path) -> N
     found, recipe = toy([True] * 9), tuned(tmp_path, model)
     every = tuple(found.predict("t", "d", g, 1e6) for g in (0, 1, 2, 4))
     right = [Confirmed(p, 1 / p.seconds) for p in every]
-    exact = Outcome(Answer(every, recipe.budget, {1: 0}), tuple(right), ())
+    exact = SearchResult(Predictions(every, recipe.budget, {1: 0}), tuple(right), ())
     assert exact.coverage == 1.0
     assert exact.interval(every[0]) == pytest.approx((1 / every[0].seconds, 1 / every[0].seconds))
-    off = Outcome(exact.answer, (Confirmed(every[0], 1.2 / every[0].seconds), *right[1:]), ())
+    off = SearchResult(exact.answer, (Confirmed(every[0], 1.2 / every[0].seconds), *right[1:]), ())
     assert off.interval(every[0]) == exact.interval(every[0])
     assert off.interval(every[1])[1] > 1.1 / every[1].seconds
     assert off.coverage == 0.75
@@ -159,11 +161,11 @@ def test_a_prediction_that_misses_is_a_warning(tmp_path: Path, model: Path) -> N
     """A green PASS over a prediction that is 56 % off, and an answer on the terminal that does not say so."""
     found, recipe = toy([True] * 9), tuned(tmp_path, model)
     every = tuple(found.predict("t", "d", g, 1e6) for g in (1, 2, 4))
-    answer = Answer(every, recipe.budget, {1: 0})
+    answer = Predictions(every, recipe.budget, {1: 0})
 
-    def outcome(*factors: float) -> Outcome:
+    def outcome(*factors: float) -> SearchResult:
         pairs = zip(every, factors, strict=True)
-        return Outcome(answer, tuple(Confirmed(p, factor / p.seconds) for p, factor in pairs), ())
+        return SearchResult(answer, tuple(Confirmed(p, factor / p.seconds) for p, factor in pairs), ())
 
     sound, wrong = outcome(1.0, 1.2, 0.85), outcome(1.0, 0.64, 2.0)
     assert (sound.warning, document(sound, "x").blocks[0].tone) == ("", "good")
@@ -190,8 +192,8 @@ def test_the_choice_is_reported_on_prompts_that_did_not_make_it(tmp_path: Path, 
         lucky: [run(prompt, 1.0 if prompt % 2 == 0 else 5.0) for prompt in range(6)],
         steady: [run(prompt, 2.0) for prompt in range(6)],
     }
-    outcome = Outcome(
-        Answer((lucky, steady), recipe.budget, {1: 0}), tuple(confirmed(p, mine) for p, mine in runs.items()), ()
+    outcome = SearchResult(
+        Predictions((lucky, steady), recipe.budget, {1: 0}), tuple(confirmed(p, mine) for p, mine in runs.items()), ()
     )
     assert outcome.chosen.prediction == lucky
     assert "2.0 tokens/s measured on prompts that did not choose it" in outcome.why  # 10 on those that did
@@ -204,7 +206,9 @@ def test_an_interval_without_bounds_is_unknown(tmp_path: Path, model: Path) -> N
     """A speed "0.00176 to 2,577,683" of a machine that stood still in one pass."""
     found, recipe = toy([True] * 9), tuned(tmp_path, model)
     wild = replace(found.predict("t", "d", 1, 1e6), ci=(1e-3, 1e3))
-    outcome = Outcome(Answer((wild,), recipe.budget, {1: 0}), (Confirmed(wild, 1 / wild.seconds, (0.1, inf)),), ())
+    outcome = SearchResult(
+        Predictions((wild,), recipe.budget, {1: 0}), (Confirmed(wild, 1 / wild.seconds, (0.1, inf)),), ()
+    )
     assert "the times spread too far" in outcome.why
     tables = [block for block in document(outcome, "x").blocks if isinstance(block, Table)]
     assert [row.count("unknown") for table in tables for row in table.rows] == [2, 1]
@@ -394,7 +398,9 @@ def test_tasks_are_paired_with_the_original_and_can_rule_a_target_out(
     assert result.recovery == 0.8
     p = toy([True] * 9).predict("t", "d", 1, 1e6)
     poor, other = (replace(p, target=name, draft=PLAIN) for name in (next(iter(found)), "other"))
-    outcome = Outcome(Answer((poor, other), recipe.budget, {1: 0}), (Confirmed(poor, 9.0), Confirmed(other, 5.0)), ())
+    outcome = SearchResult(
+        Predictions((poor, other), recipe.budget, {1: 0}), (Confirmed(poor, 9.0), Confirmed(other, 5.0)), ()
+    )
     assert outcome.chosen.prediction == poor
     assert replace(outcome, tasks=found).chosen.prediction == other
     assert as_data(replace(outcome, tasks=found))["tasks"][0]["recovery"] == 0.8

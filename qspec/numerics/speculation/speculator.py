@@ -37,9 +37,9 @@ def overlap_loss(logits_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
     return 1 - overlap(logits_TD.softmax(-1), ids_TK, probs_TK).mean()
 
 
-def overlap(laws_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
+def overlap(q_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
     """Sum of minima of both distributions `[T]`, over the kept ids: least acceptance of a sampled draft (Leviathan)."""
-    return torch.minimum(looked_up(laws_TD, ids_TK), known(ids_TK, probs_TK)).sum(-1)
+    return torch.minimum(looked_up(q_TD, ids_TK), known(ids_TK, probs_TK)).sum(-1)
 
 
 def agreement(logits_TD: Tensor, ids_TK: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DraftShape:
     """A draft that is a model, before it is loaded. own_rows: of its head before it gets as many as the target's.
 
     width: bytes of a stored float; None: as the target's.
@@ -112,7 +112,7 @@ class DraftKind(Generic[S]):
 
     # before compute
 
-    def shape(self, recipe: Recipe, target: ArchMap, own: Header | None) -> Shape | None:
+    def shape(self, recipe: Recipe, target: ArchMap, own: Header | None) -> DraftShape | None:
         """Shape and plan of a draft model; None for a draft that is none. own: header of its source, if it exists."""
         return None
 

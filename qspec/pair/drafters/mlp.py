@@ -22,7 +22,7 @@ from qspec.speculation.drafters.mlp import MlpDrafter
 from qspec.speculation.types import Drafter
 
 
-class Mlp(DraftKind[MlpDraft]):
+class SpeculatorHead(DraftKind[MlpDraft]):
     """A combined token/embedding speculator."""
 
     of = MlpDraft

@@ -9,7 +9,7 @@ from qspec.models.layers import require_layers, truncate_layers
 from qspec.models.load import Header, load
 from qspec.models.vocab import check_tokenizers, match_rows
 from qspec.nn.engines import AnyDecoder
-from qspec.pair.drafters.kind import DraftKind, Shape, Snippet, Weights
+from qspec.pair.drafters.kind import DraftKind, DraftShape, Snippet, Weights
 from qspec.pair.drafters.lookup import behind
 from qspec.records import ArchMap, LoadedModel, QuantizedModel
 from qspec.schema.devices import DeviceSheet, read_device
@@ -125,7 +125,7 @@ class ModelKind(DraftKind[M], Generic[M]):
         return Snippet(tuple(lines), "assistant_model=draft")
 
 
-class Model(ModelKind[ModelDraft]):
+class SmallerModel(ModelKind[ModelDraft]):
     """A smaller model, as it came or trained from the target's layers."""
 
     of = ModelDraft
@@ -136,16 +136,16 @@ class Model(ModelKind[ModelDraft]):
         check_tokenizers(target.tokenizer, draft.tokenizer)
         return match_rows(draft, target.arch.vocab_size)
 
-    def shape(self, recipe: Recipe, target: ArchMap, own: Header | None) -> Shape:
+    def shape(self, recipe: Recipe, target: ArchMap, own: Header | None) -> DraftShape:
         spec = self.spec
         if own is None:
             assert spec.training is not None
             layers = spec.training.layers
             require_layers(layers, target)
             kept = target.keep(range(layers) if isinstance(layers, int) else layers)
-            return Shape(spec.model, kept, spec.quantization, target.vocab_size)
+            return DraftShape(spec.model, kept, spec.quantization, target.vocab_size)
         padded = replace(own.arch, vocab_size=target.vocab_size)
-        return Shape(spec.model, padded, spec.quantization, own.arch.vocab_size, own.width(recipe.dtype))
+        return DraftShape(spec.model, padded, spec.quantization, own.arch.vocab_size, own.width(recipe.dtype))
 
 
 class SelfCopy(ModelKind[SelfDraft]):
@@ -162,13 +162,13 @@ class SelfCopy(ModelKind[SelfDraft]):
     def original(self, target: LoadedModel) -> LoadedModel:
         return target if self.spec.layers is None else truncate_layers(target, self.spec.layers)
 
-    def shape(self, recipe: Recipe, target: ArchMap, own: Header | None) -> Shape:
+    def shape(self, recipe: Recipe, target: ArchMap, own: Header | None) -> DraftShape:
         layers = self.spec.layers
         if layers is not None and layers > target.n_layers:
             rule = f"the target has {target.n_layers} layers"
             raise RecipeError(f"draft.layers {layers}", rule, "keep fewer, or omit it")
         kept = target.keep(range(layers or target.n_layers))
-        return Shape(recipe.target.model, kept, self.spec.quantization, target.vocab_size)
+        return DraftShape(recipe.target.model, kept, self.spec.quantization, target.vocab_size)
 
     def _shortened(self) -> str:
         layers = self.spec.layers

@@ -8,8 +8,8 @@ from qspec.nn.engines import AnyDecoder
 from qspec.nn.lm import LM
 from qspec.pair.drafters.kind import DraftKind, Weights
 from qspec.pair.drafters.lookup import Ngram, Suffix
-from qspec.pair.drafters.mlp import Mlp
-from qspec.pair.drafters.model import Model, SelfCopy
+from qspec.pair.drafters.mlp import SpeculatorHead
+from qspec.pair.drafters.model import SelfCopy, SmallerModel
 from qspec.provenance import digest_of
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.drafts import USES, DraftSpec
@@ -20,7 +20,9 @@ from qspec.speculation.drafters.tree import TreeDrafter
 from qspec.speculation.length import policies
 from qspec.speculation.types import Drafter, DraftLength
 
-KINDS: dict[type[DraftSpec], type[DraftKind[Any]]] = {kind.of: kind for kind in (Model, SelfCopy, Ngram, Suffix, Mlp)}
+KINDS: dict[type[DraftSpec], type[DraftKind[Any]]] = {
+    kind.of: kind for kind in (SmallerModel, SelfCopy, Ngram, Suffix, SpeculatorHead)
+}
 
 
 def kind_of(spec: DraftSpec) -> DraftKind[Any]:

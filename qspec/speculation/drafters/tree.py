@@ -91,9 +91,9 @@ class TreeDrafter:
         self._read = subtree(tree, read)
         return subtree(tree, likeliest(reach_K, self._nodes))
 
-    def _offer(self, tree: Tree, reach_K: list[float], parents: list[int], laws_TV: Tensor) -> None:
+    def _offer(self, tree: Tree, reach_K: list[float], parents: list[int], probs_TV: Tensor) -> None:
         """Add the likeliest tokens behind some nodes."""
-        probs_TW, tokens_TW = laws_TV.topk(min(self._width, laws_TV.shape[-1]))
+        probs_TW, tokens_TW = probs_TV.topk(min(self._width, probs_TV.shape[-1]))
         for parent, probs_W, tokens_W in zip(parents, probs_TW.tolist(), tokens_TW.tolist(), strict=True):
             before = reach_K[parent] if parent >= 0 else 1.0
             for probability, token in zip(probs_W, tokens_W, strict=True):

@@ -44,7 +44,7 @@ class CostAware:
 
     def __init__(self, max_k: int = 16) -> None:
         self._max = max_k
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, DrafterHistory] = {}
         self._plain, self._rows = Median(), RowSeconds(max_k)
         self._speed, self._since_plain = Mean(), 0
         self._answers = History(Mean)
@@ -53,7 +53,7 @@ class CostAware:
 
     def _clear(self) -> None:
         """A step begins: no drafter was asked."""
-        self._current: Source | None = None
+        self._current: DrafterHistory | None = None
         self._named, self._confidences, self._chance = False, list[float](), 1.0
 
     def reset(self, domain: str = "", prompt: int = 0, ahead: int | None = None) -> None:
@@ -110,12 +110,12 @@ class CostAware:
         self._domain, self._prompt, self._made = domain, prompt, 0
         self._ahead = min(inf if ahead is None else ahead, self._answers.of(domain).value)
 
-    def _source(self, name: str) -> "Source":
+    def _source(self, name: str) -> "DrafterHistory":
         if name not in self._sources:
-            self._sources[name] = Source(self._domain, self._prompt + self._made)
+            self._sources[name] = DrafterHistory(self._domain, self._prompt + self._made)
         return self._sources[name]
 
-    def _allow(self, source: "Source") -> int:
+    def _allow(self, source: "DrafterHistory") -> int:
         """Decide how many tokens a drafter may draft in this step; one that states confidences finds its own length."""
         account, plain = source.account, self._plain.value
         reading, gain = source.reading / plain, account.gain.value * (self._ahead - self._made)
@@ -127,7 +127,7 @@ class CostAware:
             source.most = 1
         return source.most
 
-    def _length(self, source: "Source") -> int:
+    def _length(self, source: "DrafterHistory") -> int:
         chance, rate = 1.0, source.here.rate(1.0)
         for n in range(self._max):
             chance *= rate
@@ -135,7 +135,7 @@ class CostAware:
                 return n
         return self._max
 
-    def _price(self, source: "Source", n: int) -> float:
+    def _price(self, source: "DrafterHistory", n: int) -> float:
         """Chance that the n-th token needs: tokens that would come in its seconds at the present speed.
 
         The first token of a look is free, and so is a single one before costs are known.
@@ -148,7 +148,7 @@ class CostAware:
         row = max(0.0, self._rows.more[n] - self._rows.more[n - 1])
         return max(1 / self._plain.value, self._speed.value) * (source.token.value + row)
 
-    def _settle(self, source: "Source", drafted: int, accepted: int, t_draft: float, seconds: float) -> float:
+    def _settle(self, source: "DrafterHistory", drafted: int, accepted: int, t_draft: float, seconds: float) -> float:
         """Learn from a step with a drafter; return its seconds without those that it was held up."""
         plain, tried = self._plain.value, max(drafted, len(self._confidences))
         drafting, verifying = tried * source.token.value, seconds - t_draft
@@ -163,13 +163,13 @@ class CostAware:
         return seconds
 
 
-class Source:
+class DrafterHistory:
     """A drafter: its seconds, what became of its tokens in this domain and in all, and its account."""
 
     def __init__(self, domain: str, behind: int) -> None:
         self.token, self._read = Median(), Mean()  # seconds: of drafting a token, of reading a committed one
-        self._everywhere = everywhere = Acceptance()
-        self._memory = History(lambda: (Acceptance(everywhere), Account()))
+        self._everywhere = everywhere = AcceptanceCounts()
+        self._memory = History(lambda: (AcceptanceCounts(everywhere), Account()))
         self.here, self.account = self._memory.of(domain)
         self.states, self.most = False, 1
         self.behind = behind  # committed tokens that it has not read
@@ -211,10 +211,10 @@ class Source:
             self._unsplit = 0, 0.0, 0
 
 
-class Acceptance:
+class AcceptanceCounts:
     """Decayed counts of tested tokens by confidence, drawn to `wider` ones, and these to the confidence itself."""
 
-    def __init__(self, wider: "Acceptance | None" = None) -> None:
+    def __init__(self, wider: "AcceptanceCounts | None" = None) -> None:
         self._wider = wider
         self._accepted, self._tested = [0.0] * BINS, [0.0] * BINS
 

@@ -23,7 +23,7 @@ from qspec.schema.quantization import ModelSpec, QuantSpec
 from qspec.schema.recipe import DraftLengthSpec
 from qspec.schemes.build import build_plan, resolve_plan
 from qspec.schemes.footprint import footprint
-from qspec.speculation.batch import Prompt, generate_batch
+from qspec.speculation.batch import GenerationRequest, generate_batch
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.engine import generate
 from qspec.speculation.types import Drafter, Sampling
@@ -48,7 +48,7 @@ class Qspec:
                 clock.add(len(tokens))
 
             return [generate(self._target, drafter, policy, prompts[0], new, greedy, (), random, tell).tokens]
-        batch = [Prompt(tokens, new, random, *self._drafting(speculation)) for tokens in prompts]
+        batch = [GenerationRequest(tokens, new, random, *self._drafting(speculation)) for tokens in prompts]
 
         def tell_of(i: int, tokens: list[int]) -> None:
             clock.add(len(tokens), i)

@@ -26,7 +26,7 @@ from qspec.quantization.rtn import quantize
 from qspec.records import LoadedModel, QuantizedModel
 from qspec.schema.quantization import KVSpec, QuantSpec
 from qspec.schemes.build import build_plan
-from qspec.speculation.batch import Prompt, generate_batch
+from qspec.speculation.batch import GenerationRequest, generate_batch
 from qspec.speculation.drafters.ngram import NgramDrafter
 from qspec.speculation.engine import generate
 from qspec.speculation.types import Sampling
@@ -216,7 +216,7 @@ def test_the_engine_runs_on_it(model: Callable[[str], LoadedModel]) -> None:
     generator = torch.Generator()
     want = generate(Decoder.from_float(model("llama")), None, None, prompt, 30, GREEDY, EOS, generator).tokens
     assert generate(decoder, NgramDrafter(), None, prompt, 30, GREEDY, EOS, generator).tokens == want
-    prompts = [Prompt(prompt, 30, generator, NgramDrafter()), Prompt(prompt[:9], 12, generator)]
+    prompts = [GenerationRequest(prompt, 30, generator, NgramDrafter()), GenerationRequest(prompt[:9], 12, generator)]
     assert generate_batch(decoder, prompts, GREEDY, EOS)[0].tokens == want
 
 

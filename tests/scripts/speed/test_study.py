@@ -16,7 +16,7 @@ from qspec.report.document import Finding
 from qspec.report.render import markdown as report_markdown
 from qspec.report.study import document
 from qspec.schema.problems import validate
-from qspec.speculation.batch import Prompt, generate_batch
+from qspec.speculation.batch import GenerationRequest, generate_batch
 from qspec.speculation.length.policies import Fixed
 from qspec.speculation.types import Generation, Sampling, StepRecord
 from scripts.speed.matrix import Lengths, SpeedSubject, read_speed_matrix
@@ -118,7 +118,7 @@ def test_synthetic_drafts_stand_as_often_as_they_should(lm: Decoder, alpha: floa
     prompt = [1, 50, 60]
 
     def run(drafter: SyntheticDrafter | None) -> Generation:
-        asked = Prompt(prompt, 121, torch.Generator().manual_seed(0), drafter, Fixed(3))
+        asked = GenerationRequest(prompt, 121, torch.Generator().manual_seed(0), drafter, Fixed(3))
         return generate_batch(lm, [asked], Sampling(), (), ())[0]
 
     plain = run(None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qspec.measure.arm import Request
+from qspec.measure.arm import TokenizedPrompt
 from qspec.pair.open import LoadedPair, open_pair
 from qspec.pair.package import package
 from qspec.records import EMBEDDING, HEAD, QuantizedModel
@@ -22,7 +22,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
 
 def test_answers_part_at_their_first_difference() -> None:
     """Catches a parting one token late, without its prompt, or where one answer only goes on."""
-    asked = Request("qa", [7, 8])
+    asked = TokenizedPrompt("qa", [7, 8])
     assert parting(asked, [1, 2, 3], [1, 2, 4]) == (2, Parting([7, 8, 1, 2], 3, 4))
     assert parting(asked, [1, 2], [1, 2, 4]) == (2, None)
 

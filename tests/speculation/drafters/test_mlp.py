@@ -10,7 +10,7 @@ from torch import Tensor
 from qspec.errors import RecipeError
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
 from qspec.numerics.speculation.probs import exponentials
-from qspec.speculation.batch import Prompt, generate_batch
+from qspec.speculation.batch import GenerationRequest, generate_batch
 from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.mlp import MlpDrafter
 from qspec.speculation.drafters.ngram import NgramDrafter
@@ -148,7 +148,7 @@ def test_batches_and_lookups():
     """Would catch one request's states read for another, or a head behind a lookup that never sees its target."""
     prompts = [[3, 1, 4], [5, 2, 0], [1]]
     asked = [
-        Prompt(prompt, 20, torch.Generator(), CombinedDrafter(NgramDrafter(), MlpDrafter(HEAD)), Fixed(3))
+        GenerationRequest(prompt, 20, torch.Generator(), CombinedDrafter(NgramDrafter(), MlpDrafter(HEAD)), Fixed(3))
         for prompt in prompts
     ]
     found = generate_batch(StatefulLM(TABLE), asked, Sampling(), ())
@@ -226,7 +226,9 @@ def test_requests_of_a_batch_draw_from_their_laws_apart():
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     drawn = Counter[tuple[int, int]]()
     for _ in range(n):
-        batch = [Prompt(text, 2, g, MlpDrafter(HEAD), Fixed(1)) for text, g in zip(texts, generators, strict=True)]
+        batch = [
+            GenerationRequest(text, 2, g, MlpDrafter(HEAD), Fixed(1)) for text, g in zip(texts, generators, strict=True)
+        ]
         first, second = generate_batch(StatefulLM(table(9, V)), batch, hot, ())
         drawn[first.tokens[1], second.tokens[1]] += 1
     laws = [Counter[int]() for _ in texts]
