@@ -14,7 +14,7 @@ from typing import Literal
 from qspec.errors import OutOfMemory
 from qspec.readable import size
 
-_PHRASES = (
+_HINTS = (
     "not enough memory",
     "cannot allocate memory",
     "can't allocate memory",
@@ -82,9 +82,7 @@ def ran_out(error: BaseException) -> str | None:
         text = " ".join(str(cause).split())
         if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM):
             return text[:160] or "an allocation failed"
-        if isinstance(cause, RuntimeError | ImportError | OSError) and any(
-            phrase in text.lower() for phrase in _PHRASES
-        ):
+        if isinstance(cause, RuntimeError | ImportError | OSError) and any(hint in text.lower() for hint in _HINTS):
             return text[:160]
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None

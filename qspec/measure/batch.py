@@ -68,11 +68,11 @@ def _run(
     eos_ids: Collection[int],
 ) -> list[Generation]:
     assert isinstance(arm.target, BatchLM)
-    speculation, most = recipe.speculation, recipe.timing.max_new_tokens
+    speculation = recipe.speculation
     prompts = [
         GenerationRequest(
             request.tokens,
-            most,
+            recipe.timing.max_new_tokens,
             torch.Generator().manual_seed(recipe.seed + i),
             arm.new_drafter and arm.new_drafter(),
             policy if arm.new_drafter else None,
@@ -80,13 +80,8 @@ def _run(
         )
         for i, (request, policy) in enumerate(zip(group, policies, strict=True))
     ]
-    return generate_batch(
-        arm.target,
-        prompts,
-        Sampling(temperature, speculation.top_k, speculation.top_p),
-        eos_ids,
-        speculation.draft_length.by_batch,
-    )
+    sampling = Sampling(temperature, speculation.top_k, speculation.top_p)
+    return generate_batch(arm.target, prompts, sampling, eos_ids, speculation.draft_length.by_batch)
 
 
 def _rate(group: Sequence[Generation]) -> float:

@@ -42,13 +42,11 @@ def measure_needles(
 
     An arm lives while it is asked. Raises `RecipeError` for lengths that leave no room for text.
     """
-    prompts = questions(tokenizer, spec, seed)
+    asks = questions(tokenizer, spec, seed)
     answers: dict[str, list[tuple[float, float]]] = {}
     for name, make in arms.items():
         lm = PrefixReuse(make())
-        answers[name] = [
-            _ask(lm, q) for q in progress.track(prompts, f"needle, {name.replace('_', ' ')}", len(prompts))
-        ]
+        answers[name] = [_ask(lm, q) for q in progress.track(asks, f"needle, {name.replace('_', ' ')}", len(asks))]
     rows = tuple(
         NeedleRow(
             length=question.length,
@@ -56,7 +54,7 @@ def measure_needles(
             hits={name: given[i][0] for name, given in answers.items()},
             nll={name: given[i][1] for name, given in answers.items()},
         )
-        for i, question in enumerate(prompts)
+        for i, question in enumerate(asks)
     )
     condition: dict[str, Scalar] = {
         "data": Path(spec.data).name,

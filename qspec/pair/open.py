@@ -158,7 +158,7 @@ class LoadedPair:
         with ThreadPoolExecutor(1, "qspec-text") as worker:
             callbacks = (_numbered(i, on_text) for i in range(len(prompts)))
             streams = [TextStream(self.model.tokenizer.decode, worker, one) for one in callbacks]
-            generations = run_batch(
+            answers = run_batch(
                 self.target,
                 batch,
                 sampling,
@@ -166,9 +166,7 @@ class LoadedPair:
                 length.by_batch,
                 lambda i, tokens: streams[i].add(tokens),
             )
-            return [
-                Completion(stream.finish(), answer, None) for stream, answer in zip(streams, generations, strict=True)
-            ]
+            return [Completion(stream.finish(), answer, None) for stream, answer in zip(streams, answers, strict=True)]
 
     def new_drafter(self) -> Drafter:
         """A drafter on the same draft weights, with a cache and a memory of its own."""

@@ -120,13 +120,11 @@ class _Running:
         """Tokens that may still come."""
         return 0 if self.tokens[-1] in self.eos_ids else self.prompt.max_new_tokens - len(self.tokens)
 
-    def take(self, tokens: list[int], drafts: int, accepted_drafts: int, seconds: float) -> None:
+    def take(self, tokens: list[int], drafts: int, kept: int, seconds: float) -> None:
         """A step's outcome; drafts behind a stop token or the end were not tested (`StepRecord`)."""
         accepted = len(tokens) - 1
         self.tokens += tokens
-        self.steps.append(
-            StepRecord(drafts if accepted == accepted_drafts else accepted, accepted, 0.0, seconds, 0.0, drafts)
-        )
+        self.steps.append(StepRecord(drafts if accepted == kept else accepted, accepted, 0.0, seconds, 0.0, drafts))
         self.newest = perf_counter()
 
     def result(self) -> Generation:

@@ -1,7 +1,6 @@
 """A speculator head in training: its data, the losses of all heads, and what share of their drafts would be accepted.
 
-Letters: M rows of all sequences, H hidden size, K kept ids of a distribution, N heads, V vocabulary, D draft
-vocabulary.
+Letters: M rows of all sequences, H hidden size, K kept ids, N heads, V vocabulary, D draft vocabulary.
 """
 
 from collections.abc import Sequence

@@ -255,20 +255,17 @@ def _tasks(tasks: Tasks) -> Iterator[Block]:
 
 def _layers(lowered: Lowered) -> Iterator[Block]:
     """The way of a draft from its finest form down."""
-    yield Heading(lowered.ladder.name)
-    layers, heads = (", ".join(names) for names in _names(lowered))
+    name, (layers, heads) = lowered.ladder.name, (", ".join(names) for names in _names(lowered))
+    yield Heading(name)
     yield Paragraph(
         f"Beside {lowered.target}: layers from {layers}, head from {heads}, by acceptance lost per second of a pass. "
         f"Chosen: {_state(lowered, lowered.chosen.levels)}. Acceptance is the mean overlap of both distributions."
     )
-    stops = list(
-        zip([_state(lowered, stop.levels) for stop in lowered.stops], lowered.stops, lowered.sizes, strict=True)
-    )
+    states = [_state(lowered, stop.levels) for stop in lowered.stops]
+    stops = list(zip(states, lowered.stops, lowered.sizes, strict=True))
     for axis, of in (("acceptance", attrgetter("acceptance")), ("tokens/s, predicted", attrgetter("value"))):
         points = tuple(Point(state, weight / 1e6, of(stop)) for state, stop, weight in stops)
-        yield Plot(
-            f"{lowered.ladder.name}: {axis} by size", "MB of the draft", axis, (Series("", points, joined=True),)
-        )
+        yield Plot(f"{name}: {axis} by size", "MB of the draft", axis, (Series("", points, joined=True),))
     yield tabulate(
         "Lowered one after the other",
         list(zip(stops, lowered.seconds, strict=True)),

@@ -1,8 +1,7 @@
 """Intervals of means from few values, where a bootstrap is too narrow: Student's t, over values or over clusters.
 
-A percentile bootstrap resamples what it has: from 3 values its "95 %" interval misses the mean of a normal distribution
-in more than a quarter of all cases, from 6 in a seventh. Windows and prompts are few; items of a task are many
-(`paired`).
+A percentile bootstrap resamples what it has: from 3 values its "95 %" interval misses the mean of normal values in more
+than a quarter of all cases, from 6 in a seventh. Windows and prompts are few; items of a task are many (`paired`).
 """
 
 from bisect import bisect_left
