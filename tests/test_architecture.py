@@ -60,8 +60,8 @@ HOMES = {
 
 VAGUE = {"told", "said", "asked", "found", "stood", "law", "laws"}
 """Words that no name is made of: a value is called by the noun that it is."""
-TO_SWEEP = ("cli", "planning", "publish", "schema")
-"""Rooms whose names and docstrings are still to be gone through."""
+STORED = {("schema.results", "found")}
+"""Fields of files that are out: another name would make them unreadable."""
 SHARED = {
     "Calibration",
     "Completion",
@@ -170,15 +170,14 @@ def bound(node: ast.AST) -> str:
 
 def test_names_are_nouns_and_docstrings_have_subjects():
     """Would catch a value named for how it came (`found`, `told`), and a docstring that begins in mid-sentence."""
-    swept = [module for module in FILES if room(module) not in TO_SWEEP]
     vague, headless = set[tuple[str, str]](), set[tuple[str, str]]()
-    for module, node in syntax(swept):
+    for module, node in syntax(FILES):
         if VAGUE & set(bound(node).lower().split("_")):
             vague.add((module, bound(node)))
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))) if text.split()[:1] in (["Of"], ["What"], ["Whose"]):
                 headless.add((module, text.partition("\n")[0]))
-    assert (sorted(vague), sorted(headless)) == ([], [])
+    assert (vague, headless) == (STORED, set())
 
 
 def test_each_public_class_has_a_name_of_its_own():
