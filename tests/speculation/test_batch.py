@@ -256,7 +256,7 @@ PLACES: dict[str, Callable[[Parts], Any]] = {
     "a draft": lambda parts: breaks(parts.drafter, "_chain", 2),
     "a pass of the draft": lambda parts: breaks(parts.draft, "forward", 5),
     "a pass of the target": lambda parts: breaks(parts.target, "forward", 3),
-    "the law": lambda parts: breaks(parts.law, "law", 2),
+    "the distribution": lambda parts: breaks(parts.law, "probs", 2),
     "roll-back": lambda parts: breaks(parts.target, "truncate", 4),
     "what a policy learns": lambda parts: breaks(parts.policy, "update", 2),
     "reading the text": lambda parts: setattr(parts, "told", breaks(Told(), "extend", 3)),
@@ -269,7 +269,7 @@ class Told(list[int]):
 
 @pytest.mark.parametrize(
     ("place", "law"),
-    [(place, law) for place in PLACES for law in (GREEDY, WARM) if place != "the law" or not law.greedy],
+    [(place, law) for place in PLACES for law in (GREEDY, WARM) if place != "the distribution" or not law.greedy],
 )
 def test_a_fault_ends_its_own_request(place: str, law: Sampling) -> None:
     """Catches one request that ends all, and others whose caches a pass that failed half-way has changed."""
