@@ -291,7 +291,8 @@ def test_whoever_stops_qspec_stops_its_server(
     whole: Path, installed: Path, child: list[str], capfd: pytest.CaptureFixture[str], sign: signal.Signals
 ) -> None:
     """Would catch a server that keeps its memory and port when a service manager or a closed terminal ends qspec."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it ...
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ... and one under nohup this
     assert main(_serve(whole, *child, "--signal", str(int(sign)))) == 130
     assert capfd.readouterr().err.splitlines()[-1] == "the server was stopped"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
