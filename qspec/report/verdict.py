@@ -111,7 +111,8 @@ def _task(task: TaskResult) -> Finding:
         cut > MANY_CUT
     )
     condition = task.original.condition
-    if task.likelihood is None and condition.get("has_chat_template") and not condition.get("chat_template"):
+    question = not condition.get("continues_text")
+    if question and condition.get("has_chat_template") and not condition.get("chat_template"):
         caution += "; the model was asked without its chat template"
     text = f"{task.task} ({task.backend}): {task_verdict(task)}{caution}"
     return Finding("bad" if task_loss(task) else TONES[evidence.sign], text, FEW if evidence.open else "")

@@ -139,6 +139,7 @@ def _stated(report: Mapping[str, Any], task: TaskSpec, samples: Iterable[Sample]
         "limit_per_task": task.limit,
         "rows_available": sum(report["n-samples"][name]["original"] for name in tasks),
         "chat_template": task.chat_template,
+        "continues_text": bool((config.get("metadata") or {}).get("continues_text")),
         "max_gen_toks": (config.get("generation_kwargs") or {}).get("max_gen_toks"),
         "prompts": digest.hexdigest()[:16],
         "chance": _chance(report),
