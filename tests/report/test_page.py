@@ -52,7 +52,7 @@ def test_a_terminal_gets_a_screenful(tmp_path: Path, capsys: pytest.CaptureFixtu
     short = capsys.readouterr().out
     assert cli.main(["report", str(baseline), "--full"]) == 0
     full = capsys.readouterr().out
-    assert len(short.splitlines()) < 60 < 300 < len(full.splitlines())
+    assert len(short.splitlines()) < 64 < 300 < len(full.splitlines())
     report(example(), tmp_path / "report")
     assert cli.main(["report", str(tmp_path), "--json"]) == 0
     page = json.loads(capsys.readouterr().out)
