@@ -50,7 +50,7 @@ def rehearse(work: Callable[[], object], where: str, size: int = 0) -> None:
         os.close(reader)
         _run(work, writer, seconds, memory)
     os.close(writer)
-    end, status = time.monotonic() + _PATIENCE * seconds, 0
+    end = time.monotonic() + _PATIENCE * seconds
     try:
         answer = _answer(reader, end)
     finally:

@@ -81,8 +81,8 @@ def stream(
 ) -> QuantizedModel:
     """`model` under the job's plan, kept in `work` piece by piece and read back from there as it is needed.
 
-    rows: token ids of the calibration texts, asked for only if something calibrates. key: `Job.key`; pieces that were
-    finished under it are not done again.
+    rows: token ids of the calibration texts, asked for only if something calibrates. key: `StreamJob.key`; pieces that
+    were finished under it are not done again.
     """
     kept, schemes, model = Kept(work), job.plan.resolve(model.arch.linears()), placed(model, job.device)
     done = list(_finished(kept, key))

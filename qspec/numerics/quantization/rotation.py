@@ -73,17 +73,6 @@ def split_order(size: int) -> tuple[int, int] | None:
     return None
 
 
-def hadamard_matrix(size: int) -> Tensor:
-    """Hadamard matrix `[K, K]` of ±1, float64: Sylvester's `2^k` (x) the dense factor."""
-    split = split_order(size)
-    assert split is not None, f"no Hadamard matrix of order {size}"
-    power, rest = split
-    h_KK = torch.ones(1, 1, dtype=torch.float64)
-    for _ in range(power.bit_length() - 1):
-        h_KK = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), h_KK)
-    return torch.kron(h_KK, paley(rest)) if rest > 1 else h_KK
-
-
 def hadamard_transform(x: Tensor, row_exact: bool = True) -> Tensor:
     """`x H / sqrt(K)` over the last dimension, in `x`'s dtype (float32 inside for shorter ones).
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from qspec.numerics.quantization.rotation import (
-    hadamard_matrix,
     hadamard_transform,
     in_blocks,
+    paley,
     rotation,
     split_order,
 )
@@ -20,6 +20,17 @@ EXACT = 1e-12
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def hadamard_matrix(size: int) -> Tensor:
+    """Hadamard matrix `[K, K]` of ±1, float64: Sylvester's `2^k` (x) the dense factor."""
+    split = split_order(size)
+    assert split is not None, f"no Hadamard matrix of order {size}"
+    power, rest = split
+    h_KK = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(power.bit_length() - 1):
+        h_KK = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), h_KK)
+    return torch.kron(h_KK, paley(rest)) if rest > 1 else h_KK
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 64, *PALEY, 96, 576, 896, 1536])
