@@ -127,6 +127,12 @@ inline void require_ends(const Shape& s, const Weight& embedding, const float* n
   require(is_float(head) && head.n == s.vocab, "a head that is no embedding is taken for one");
 }
 
+inline void require_taps(const Shape& s, const Taps& taps) {
+  require(within(taps.count, 0, s.layers + 1) && (!taps.count || (taps.layers && taps.out)), "no place for what is tapped");
+  for (int i = 0; i < taps.count; ++i)
+    require(within(taps.layers[i], i ? taps.layers[i - 1] + 1 : 0, s.layers), "the model has no such layer to tap");
+}
+
 inline void require_heads(const Heads& h) {
   const int64_t most = 1 << 28;
   require(within(h.count, 1, 1024) && within(h.hidden, 1, most) && within(h.inner, 1, most), "heads have no such sizes");

@@ -288,15 +288,16 @@ class Model : Matmuls {
   Sequence* sequence() const { return new Sequence(s_, run_, layers_); }
 
   // Append tokens to sequences; logits [last, vocab] or the best tokens [last] of the last rows of all, and the normed
-  // states [last, hidden] behind them. False: a layer cannot be read, nothing is appended.
-  bool forward(const Part* parts, int count, int last, float* logits, int64_t* best, float* states) {
+  // states [last, hidden] behind them; of all rows what `taps` names. False: a layer cannot be read, nothing is appended.
+  bool forward(const Part* parts, int count, int last, float* logits, int64_t* best, float* states, const Taps& taps) {
     std::lock_guard<std::mutex> one(calls_);
     require_parts(parts, count);
+    require_taps(s_, taps);
     list_rows(parts, count);
     require(within(last, 0, static_cast<int64_t>(rows_.size())) && states, "more rows are asked for than there are");
     make_room();
     laps_.begin();
-    pool_.run([&](int thread) { pass(thread, last, logits, best, states); });
+    pool_.run([&](int thread) { pass(thread, last, logits, best, states, taps); });
     if (!readable_) return false;
     for (const Part* part = parts; part < parts + count; ++part)
       if (!part->parents) part->sequence->length += part->count;
@@ -366,8 +367,9 @@ class Model : Matmuls {
     m.outlier_values = arena_.copy(m.outlier_values, outliers);
   }
 
-  void pass(int thread, int last, float* logits, int64_t* best, float* states) {
+  void pass(int thread, int last, float* logits, int64_t* best, float* states, const Taps& taps) {
     const int rows = static_cast<int>(rows_.size());
+    int tapped = 0;  // of `taps`, so far
     for (int t; (t = pool_.claim()) < rows;)
       run_.embed(embedding_.codes ? embedding_ : head_, !embedding_.codes, rows_[t].token, s_.embed_scale,
                  hidden_.get() + t * hidden_stride_);
@@ -375,9 +377,11 @@ class Model : Matmuls {
     laps_.end(thread, EMBEDDING);
     for (int i = 0; i < s_.layers; ++i) {
       if (!arrived(thread, i)) return;
+      if (tapped < taps.count && taps.layers[tapped] == i) copy_hidden(thread, taps, tapped++);
       for (int begin = 0; begin < rows; begin += BLOCK) run_layer(thread, i, block(begin, rows));
       if (thread == 0 && streams(i)) stream_->give_back();
     }
+    if (tapped < taps.count) copy_hidden(thread, taps, tapped);
     for (int t = thread; t < last; t += pool_.size())
       run_.norm(hidden_.get() + (rows - last + t) * hidden_stride_, norm_, s_.norm_eps, s_.hidden,
                 states + int64_t(t) * s_.hidden);
@@ -386,6 +390,14 @@ class Model : Matmuls {
       decide(thread, block(begin, rows), logits ? logits + done * s_.vocab : nullptr, best ? best + done : nullptr);
     }
     laps_.end(thread, HEAD);
+  }
+
+  // The hidden states of all rows as they are, into their place among what is tapped. Nobody writes them before the next
+  // barrier.
+  void copy_hidden(int thread, const Taps& taps, int place) const {
+    const int64_t width = s_.hidden;
+    for (size_t t = thread; t < rows_.size(); t += pool_.size())
+      std::memcpy(taps.out + (t * taps.count + place) * width, hidden_.get() + t * hidden_stride_, sizeof(float) * width);
   }
 
   bool streams(int i) const { return stream_ && streamed_[i]; }
@@ -753,13 +765,13 @@ QSPEC_API int qspec_keep(Sequence* s, const int32_t* path, int count) {
 // 0: done; 1: this process was forked from the one whose threads the pool holds; 2: refused, or out of memory; 3: no such
 // token; 4: a layer cannot be read.
 QSPEC_API int qspec_forward(Model* m, const qspec::Part* parts, int count, int last, float* logits, int64_t* best,
-                            float* states) {
+                            float* states, const qspec::Taps* taps) {
   if (!m->pool().usable()) return 1;
   for (int i = 0; i < count; ++i)
     for (int t = 0; t < parts[i].count; ++t)
       if (parts[i].tokens[t] < 0 || parts[i].tokens[t] >= m->shape().vocab) return 3;
   bool read = true;
-  if (!qspec::guarded([&] { read = m->forward(parts, count, last, logits, best, states); })) return 2;
+  if (!qspec::guarded([&] { read = m->forward(parts, count, last, logits, best, states, *taps); })) return 2;
   return read ? 0 : 4;
 }
 

@@ -58,6 +58,14 @@ struct Part {
   int32_t count, nodes;
 };
 
+// Layers in front of which a pass copies the hidden states of all rows [rows, count, hidden]; the number of layers: in
+// front of the last norm. They rise.
+struct Taps {
+  const int32_t* layers;
+  int32_t count;
+  float* out;
+};
+
 // A head of an MLP speculator. Maps without codes are none. `embedding` lies row after row.
 struct Stage {
   const float *gain, *shift;  // of the norm [inner]

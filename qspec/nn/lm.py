@@ -65,6 +65,23 @@ class HiddenLM(LM, Protocol):
 
 
 @runtime_checkable
+class TappedLM(LM, Protocol):
+    """One that tells the residual stream in front of its layers, which an EAGLE-3 head reads.
+
+    Number k is what enters layer k, as vLLM counts; the number of layers is what enters the final norm.
+    """
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Keep the residuals in front of these layers, of all positions from now on; none: keep nothing any more."""
+
+    def tapped(self, start: int) -> Tensor:
+        """Float32 residuals `[length - start, len(layers) * hidden]` of the positions from `start` on, layer by layer.
+
+        Positions before `start` may be forgotten: `start` must not fall, but for roll-backs.
+        """
+
+
+@runtime_checkable
 class BatchLM(TreeLM, Protocol):
     """One whose weights serve several sequences in one pass."""
 

@@ -192,7 +192,7 @@ def start_from(head: MLPSpeculator, embedding_VH: Tensor, output_VH: Tensor) -> 
         out.weight[:, :size] = rows_DH[:, :size].float() * (deviation / rows_DH.float().std())
 
 
-def swap_linears(head: MLPSpeculator, make: Callable[[nn.Linear], nn.Module]) -> None:
+def swap_linears(head: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
     """Put `make(linear)` in the place of every linear layer; a tied one is made once."""
     made: dict[nn.Module, nn.Module] = {}
     for name, module in list(head.named_modules(remove_duplicate=False)):

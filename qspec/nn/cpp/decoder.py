@@ -19,6 +19,7 @@ from qspec.nn.cpp.interface import (
     CLayer,
     CMatrix,
     CPart,
+    CTaps,
     failure,
     floats,
     instruction_sets,
@@ -30,7 +31,7 @@ from qspec.nn.cpp.interface import (
 from qspec.nn.cpp.model import WeightSource, arch_obstacle, cache_kind, quantized_obstacle, ropes_of, shape_of
 from qspec.nn.eager.linear import short_headed, widened
 from qspec.nn.lm import FORKED
-from qspec.nn.states import States
+from qspec.nn.states import States, Taps
 from qspec.numerics.speculation.trees import Parents, check_path
 from qspec.ops.native_library import NoLibrary
 from qspec.records import ArchMap, LoadedModel, QuantizedModel
@@ -39,7 +40,7 @@ _FORKED, _FAILED, _BAD_TOKEN, _UNREADABLE = 1, 2, 3, 4
 
 
 class NativeDecoder:
-    """A causal LM with its own KV cache; implements `nn.lm.BatchLM` and `HiddenLM`. Computes in float32 on the CPU."""
+    """A causal LM with its own KV cache; implements `nn.lm.BatchLM`, `HiddenLM` and `TappedLM`. Float32 on the CPU."""
 
     _core: "Core"
     _lib: ctypes.CDLL
@@ -47,6 +48,7 @@ class NativeDecoder:
     _head_ids: Tensor | None = None  # whose logits come first in a row, where the head is short
     _tree: Parents  # nodes that wait behind `length`
     _states: States
+    _taps: Taps
 
     def __init__(
         self, model: LoadedModel | QuantizedModel, max_length: int | None = None, isa: str | None = None
@@ -104,10 +106,17 @@ class NativeDecoder:
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length}"
         self._core.check(self._lib.qspec_truncate(self._sequence, length))
         self._states.truncate(length)
+        self._taps.truncate(length)
         self._tree = ()
 
     def hidden(self, count: int = 1) -> Tensor:
         return self._states.newest(count)
+
+    def tap(self, layers: Sequence[int]) -> None:
+        self._taps = Taps(layers, self.arch.hidden_size, self.arch.n_layers)
+
+    def tapped(self, start: int) -> Tensor:
+        return self._taps.since(start)
 
     def seconds(self) -> dict[str, float]:
         """Where the time of all passes on these weights went so far, by part."""
@@ -145,6 +154,7 @@ class NativeDecoder:
         check_path(self._tree, path)
         self._core.check(self._lib.qspec_keep(self._sequence, (c_int32 * len(path))(*path), len(path)))
         self._states.keep(path)
+        self._taps.keep(path)
         self._tree = ()
 
     @classmethod
@@ -181,7 +191,7 @@ class NativeDecoder:
     def _start(self) -> None:
         """Hold an empty sequence."""
         self._lib = self._core.lib
-        self._tree, self._states = (), States()
+        self._tree, self._states, self._taps = (), States(), Taps()
         self._sequence = c_void_p(self._lib.qspec_sequence(self._core.handle))
         if not self._sequence:
             raise MemoryError("the KV cache does not fit: choose a smaller max_length")
@@ -192,9 +202,12 @@ class NativeDecoder:
         """A pass of this sequence alone. Every step pays for what Python does here."""
         flat_T = tokens_T.to("cpu", torch.int64).contiguous()
         hidden_TK = torch.empty(rows, self.arch.hidden_size)
-        self._core.forward([self._part(flat_T, None)], rows, logits_TV, best_T, hidden_TK)
+        tapped = CopiedStates(self._taps.layers, len(flat_T), self.arch.hidden_size)
+        self._core.forward([self._part(flat_T, None)], rows, logits_TV, best_T, hidden_TK, tapped)
         self._tree = ()
         self._states.append(hidden_TK, self.length)
+        if self._taps.layers:
+            self._taps.note(tapped.rows_TNK.flatten(1), self.length, None)
 
     @staticmethod
     def _run(
@@ -210,13 +223,19 @@ class NativeDecoder:
         parts = [sequence._part(tokens_T, up) for (sequence, _, up), tokens_T in zip(requests, flat, strict=True)]
         counts = [len(tokens_T) for tokens_T in flat]
         hidden_TK = torch.empty(sum(counts), sequences[0].arch.hidden_size)
-        core.forward(parts, sum(counts), logits_TV, best_T, hidden_TK)
-        for (sequence, _, parents_K), rows_TK in zip(requests, hidden_TK.split(counts), strict=True):
+        wanted = sorted({layer for sequence in sequences for layer in sequence._taps.layers})
+        tapped = CopiedStates(wanted, sum(counts), hidden_TK.shape[1])
+        core.forward(parts, sum(counts), logits_TV, best_T, hidden_TK, tapped)
+        rows = zip(requests, hidden_TK.split(counts), tapped.rows_TNK.split(counts), strict=True)
+        for (sequence, _, parents_K), rows_TK, rows_TNK in rows:
             sequence._tree = tuple(parents_K or ())
             if parents_K is None:
                 sequence._states.append(rows_TK, sequence.length)
             else:
                 sequence._states.offer(rows_TK, len(parents_K))
+            if own := sequence._taps.layers:
+                own_TS = rows_TNK[:, [wanted.index(layer) for layer in own]].flatten(1)
+                sequence._taps.note(own_TS, sequence.length, parents_K)
 
     def _part(self, tokens_T: Tensor, parents_K: Parents | None) -> CPart:
         count, size = len(tokens_T), len(tokens_T) if parents_K is None else len(parents_K)
@@ -226,6 +245,14 @@ class NativeDecoder:
             return CPart(self._sequence, tokens_T.data_ptr(), None, count, 0)
         assert list(parents_K[: size - count]) == list(self._tree[: size - count]), "another tree than the one begun"
         return CPart(self._sequence, tokens_T.data_ptr(), (c_int32 * size)(*parents_K), count, size)
+
+
+class CopiedStates:
+    """Room for what a pass copies in front of the layers `wanted`, which rise: `[T, len(wanted), hidden]`."""
+
+    def __init__(self, wanted: Sequence[int], rows: int, hidden: int) -> None:
+        self.rows_TNK = torch.empty(rows, len(wanted), hidden)
+        self.given = CTaps((c_int32 * len(wanted))(*wanted), len(wanted), self.rows_TNK.data_ptr())
 
 
 class Core:
@@ -245,10 +272,16 @@ class Core:
         self._load(model)
 
     def forward(
-        self, parts: list[CPart], last: int, logits_TV: Tensor | None, best_T: Tensor | None, hidden_TK: Tensor
+        self,
+        parts: list[CPart],
+        last: int,
+        logits_TV: Tensor | None,
+        best_T: Tensor | None,
+        hidden_TK: Tensor,
+        tapped: "CopiedStates",
     ) -> None:
         given, outputs = (CPart * len(parts))(*parts), map(pointer, (logits_TV, best_T, hidden_TK))
-        status = self.lib.qspec_forward(self.handle, given, len(parts), last, *outputs)
+        status = self.lib.qspec_forward(self.handle, given, len(parts), last, *outputs, byref(tapped.given))
         if status == _FORKED:
             raise RuntimeError(FORKED)
         if status == _FAILED:

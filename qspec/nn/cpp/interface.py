@@ -94,6 +94,12 @@ class CPiece(ctypes.Structure):
     _fields_ = [("layer", c_int32), ("start", c_int64), ("size", c_int64), ("to", c_void_p)]
 
 
+class CTaps(ctypes.Structure):
+    """`Taps` of native/model.h."""
+
+    _fields_ = [("layers", POINTER(c_int32)), ("count", c_int32), ("out", c_void_p)]
+
+
 class CStage(ctypes.Structure):
     """`Stage` of native/model.h."""
 
@@ -220,7 +226,10 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "qspec_keep": (c_int, [c_void_p, POINTER(c_int32), c_int]),
         "qspec_length": (c_int, [c_void_p]),
         "qspec_truncate": (c_int, [c_void_p, c_int]),
-        "qspec_forward": (c_int, [c_void_p, POINTER(CPart), c_int, c_int, c_void_p, c_void_p, c_void_p]),
+        "qspec_forward": (
+            c_int,
+            [c_void_p, POINTER(CPart), c_int, c_int, c_void_p, c_void_p, c_void_p, POINTER(CTaps)],
+        ),
         "qspec_speculator": (c_void_p, [c_void_p, POINTER(CHeads)]),
         "qspec_speculator_free": (None, [c_void_p]),
         "qspec_draft": (

@@ -6,7 +6,7 @@ forks share its weights, and a pass may hold rows of several: only attention tel
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from qspec.nn.eager.attention import EXACT_ROWS, Rows, rope_tables, rotate, scor
 from qspec.nn.eager.experts import Experts, Mlp
 from qspec.nn.eager.kv_cache import FloatKVCache, KVCache, QuantizedKVCache
 from qspec.nn.eager.linear import merged_linear, short_headed, widened
-from qspec.nn.states import States
+from qspec.nn.states import States, Taps
 from qspec.numerics.quantization.rotation import hadamard_transform
 from qspec.numerics.speculation.trees import Parents, check_path
 from qspec.ops.select import Kernels, Linear
@@ -29,6 +29,9 @@ from qspec.records import EMBEDDING, ArchMap, LoadedModel, QLinear, QuantizedMod
 
 Observer = Callable[[str, Tensor], None]
 """Called with a linear layer's name and its input `[T, K]`, and `….self_attn.q` / `.k` / `.v` with `[H, T, D]`."""
+
+Streams = dict[int, Tensor]
+"""Residuals `[T, hidden]` by the number of the layer that they enter; behind the last one, by the number of layers."""
 
 HEAD_ROWS = 16
 """Rows up to which a float head computes each as if alone (`ops.cpu.FloatLinear`)."""
@@ -52,7 +55,7 @@ class Layer:
 
 
 class Decoder:
-    """A causal LM with its own KV cache; implements `nn.lm.BatchLM` and `nn.lm.HiddenLM`."""
+    """A causal LM with its own KV cache; implements `nn.lm.BatchLM`, `HiddenLM` and `TappedLM`."""
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Decoder:
         self.arch, self._dtype, self._new_cache, self._head_ids = arch, dtype, new_cache, head_ids
         self._cache, self._length = new_cache(), 0
         self._tree: Parents = ()  # nodes that wait behind `length`
-        self._states = States()
+        self._states, self._taps = States(), Taps()
         self.observer: Observer | None = None
         weights = _Weights(arch, tensors, linears, dtype, kernels)
         self._embed_VK = tensors[EMBEDDING].to(dtype) if EMBEDDING in tensors else None
@@ -135,10 +138,17 @@ class Decoder:
         assert 0 <= length <= self._length, f"truncate to {length} of {self._length}"
         self._cache.truncate(length)
         self._states.truncate(length)
+        self._taps.truncate(length)
         self._length, self._tree = length, ()
 
     def hidden(self, count: int = 1) -> Tensor:
         return self._states.newest(count)
+
+    def tap(self, layers: Sequence[int]) -> None:
+        self._taps = Taps(layers, self.arch.hidden_size, len(self._layers))
+
+    def tapped(self, start: int) -> Tensor:
+        return self._taps.since(start)
 
     @property
     def weights(self) -> Hashable:
@@ -148,7 +158,7 @@ class Decoder:
         """Another, empty sequence on the same weights."""
         other = copy(self)
         other._cache, other._length, other._tree = self._new_cache(), 0, ()
-        other._states = States()
+        other._states, other._taps = States(), Taps()
         return other
 
     def with_layers(self, numbers: Sequence[int]) -> "Decoder":
@@ -159,9 +169,9 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, tokens_T: Tensor, last: int | None = None) -> Tensor:
-        x_TK = self.run_layers(self.embed(tokens_T))
-        self._note(x_TK if last is None else x_TK[-last:], None)
-        return self.run_head(x_TK, last)
+        streams = self._next_rows(self.embed(tokens_T))
+        self._note(streams, None, last)
+        return self.run_head(streams[len(self._layers)], last)
 
     def forward_tree(self, tokens_T: Tensor, parents_K: Parents) -> Tensor:
         return self.forward_many([self], [tokens_T], [parents_K])[0]
@@ -171,6 +181,7 @@ class Decoder:
         check_path(self._tree, path)
         self._cache.keep(self._length, path)
         self._states.keep(path)
+        self._taps.keep(path)
         self._length, self._tree = self._length + len(path), ()
 
     @classmethod
@@ -182,11 +193,13 @@ class Decoder:
         assert all(sequence.weights == first.weights for sequence in sequences), "forks of different weights"
         requests = list(zip(sequences, counts, parents, strict=True))
         plans = [sequence._rows(count, parents_K) for sequence, count, parents_K in requests]
-        hidden_TK = torch.cat(first._run_together(plans, first.embed(torch.cat(list(tokens))).split(counts)))
+        wanted = {layer for sequence in sequences for layer in sequence._taps.layers}
+        streams = first._run_together(plans, first.embed(torch.cat(list(tokens))).split(counts), wanted)
+        hidden_TK = torch.cat([own[len(first._layers)] for own in streams])
         logits_TV = torch.cat([first.run_head(x_TK) for x_TK in hidden_TK.split(EXACT_ROWS - 1)])
-        for (sequence, count, parents_K), x_TK in zip(requests, hidden_TK.split(counts), strict=True):
+        for (sequence, count, parents_K), own in zip(requests, streams, strict=True):
             sequence._advance(count, parents_K)
-            sequence._note(x_TK, parents_K)
+            sequence._note(own, parents_K)
         return list(logits_TV.split(counts))
 
     @torch.inference_mode()
@@ -214,10 +227,13 @@ class Decoder:
     @torch.inference_mode()
     def run_layers(self, x_TK: Tensor) -> Tensor:
         """Hidden states `[T, hidden]` of the next T positions, from before the first layer to after the last one."""
+        return self._next_rows(x_TK)[len(self._layers)]
+
+    def _next_rows(self, x_TK: Tensor) -> Streams:
         count = x_TK.shape[0]
-        (y_TK,) = self._run_together([self._rows(count, None)], [x_TK])
+        (streams,) = self._run_together([self._rows(count, None)], [x_TK], self._taps.layers)
         self._advance(count, None)
-        return y_TK
+        return streams
 
     def _rows(self, count: int, parents_K: Parents | None) -> list[Rows]:
         """The next rows, in parts that go through the model one after the other (nearly always one)."""
@@ -238,40 +254,50 @@ class Decoder:
         else:
             self._tree = tuple(parents_K)
 
-    def _note(self, x_TK: Tensor, parents_K: Parents | None) -> None:
-        """Keep the states behind the rows of this pass, normed as the head reads them."""
+    def _note(self, streams: Streams, parents_K: Parents | None, last: int | None = None) -> None:
+        """Keep the states behind the last rows of this pass, normed as the head reads them, and what is tapped."""
         assert self._norm is not None
-        rows_TK = self._normed(x_TK, self._norm).float()
+        x_TK = streams[len(self._layers)]
+        rows_TK = self._normed(x_TK if last is None else x_TK[-last:], self._norm).float()
         if parents_K is None:
             self._states.append(rows_TK, self._length)
         else:
             self._states.offer(rows_TK, len(parents_K))
+        if self._taps.layers:
+            tapped_TS = torch.cat([streams[layer].float() for layer in self._taps.layers], 1)
+            self._taps.note(tapped_TS, self._length, parents_K)
 
-    def _run_together(self, plans: Sequence[list[Rows]], x: Sequence[Tensor]) -> list[Tensor]:
-        """Hidden states of every sequence; each turn is one pass over the next part of all that have one."""
+    def _run_together(self, plans: Sequence[list[Rows]], x: Sequence[Tensor], wanted: Collection[int]) -> list[Streams]:
+        """Residuals of every sequence, as `_pass` has them; each turn is one pass over the next part of all."""
         pairs = zip(plans, x, strict=True)
         queues = [deque(zip(plan, x_TK.split(_counts(plan)), strict=True)) for plan, x_TK in pairs]
-        out: list[list[Tensor]] = [[] for _ in plans]
+        out: list[list[Streams]] = [[] for _ in plans]
         while any(queues):
             now = [i for i, queue in enumerate(queues) if queue]
             parts, inputs = zip(*(queues[i].popleft() for i in now), strict=True)
-            y_TK = self._pass(parts, _joined(inputs))
-            for i, part_TK in zip(now, y_TK.split(_counts(parts)), strict=True):
-                out[i].append(part_TK)
-        return [_joined(parts) for parts in out]
+            streams = self._pass(parts, _joined(inputs), wanted)
+            split = {layer: x_TK.split(_counts(parts)) for layer, x_TK in streams.items()}
+            for place, i in enumerate(now):
+                out[i].append({layer: pieces[place] for layer, pieces in split.items()})
+        return [{layer: _joined([part[layer] for part in own]) for layer in own[0]} for own in out]
 
-    def _pass(self, parts: Sequence[Rows], x_TK: Tensor) -> Tensor:
+    def _pass(self, parts: Sequence[Rows], x_TK: Tensor, wanted: Collection[int]) -> Streams:
+        """The residuals in front of the layers that are wanted, and behind the last one."""
         positions_T = _joined([rows.positions for rows in parts])
         ropes = [tuple(table_LD[positions_T] for table_LD in tables) for tables in (self._rope, self._window_rope)]
         masks = {window: [rows.mask(window) for rows in parts] for window in {layer.window for layer in self._layers}}
         exact = all(rows.count <= EXACT_ROWS for rows in parts)
+        streams: Streams = {}
         for i, layer in enumerate(self._layers):
+            if i in wanted:
+                streams[i] = x_TK
             rope = ropes[layer.window is not None]
             y_TK = self._attention(i, layer, self._normed(x_TK, layer.input_norm), parts, rope, masks[layer.window])
             x_TK = x_TK + self._post_normed(y_TK, layer.attention_post_norm)
             y_TK = self._feed_forward(layer.mlp, self._normed(x_TK, layer.mlp_norm), exact)
             x_TK = x_TK + self._post_normed(y_TK, layer.mlp_post_norm)
-        return x_TK
+        streams[len(self._layers)] = x_TK
+        return streams
 
     def _attention(
         self,

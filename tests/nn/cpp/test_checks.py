@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qspec.bridges.hf import load_folder
 from qspec.errors import IntegrityError
-from qspec.nn.cpp.decoder import NativeDecoder
+from qspec.nn.cpp.decoder import CopiedStates, NativeDecoder
 from qspec.nn.cpp.heads import NativeHeads
 from qspec.nn.cpp.int8_map import INPUTS, Int8Map
 from qspec.nn.cpp.interface import CLayer, CPart, CPiece, CShape, NativeLinear, failure, matrix_of
@@ -68,7 +68,7 @@ def test_positions_lie_in_the_cache(
     part = CPart(decoder._sequence, tokens_T.data_ptr(), up, count, nodes)
     logits_TV, hidden_TK = torch.empty(LENGTH, decoder.vocab_size), torch.empty(LENGTH, decoder.arch.hidden_size)
     with pytest.raises(IntegrityError, match=rule):
-        decoder._core.forward([part], last, logits_TV, None, hidden_TK)
+        decoder._core.forward([part], last, logits_TV, None, hidden_TK, CopiedStates([], 3, 64))
     assert decoder.length == 4
 
 
@@ -77,7 +77,17 @@ def test_sequences_are_of_their_model(decoder: NativeDecoder, model: LoadedModel
     other, tokens_T, hidden_TK = NativeDecoder(model, 2 * LENGTH), torch.arange(1), torch.empty(1, 64)
     part = CPart(other._sequence, tokens_T.data_ptr(), None, 1, 0)
     with pytest.raises(IntegrityError, match="a sequence of another model"):
-        decoder._core.forward([part], 1, torch.empty(1, 300), None, hidden_TK)
+        decoder._core.forward([part], 1, torch.empty(1, 300), None, hidden_TK, CopiedStates([], 1, 64))
+
+
+@pytest.mark.parametrize("layers", [[-1], [3], [1, 1], [2, 0], [0, 1, 2, 3]], ids=str)
+def test_taps_are_layers_of_the_model(decoder: NativeDecoder, layers: list[int]) -> None:
+    """Would catch states of a layer that is not there, or written behind their rows."""
+    tokens_T, tapped = torch.arange(2), CopiedStates(layers, 2, 64)
+    part = CPart(decoder._sequence, tokens_T.data_ptr(), None, 2, 0)
+    with pytest.raises(IntegrityError, match=r"no such layer to tap|no place for what is tapped"):
+        decoder._core.forward([part], 1, torch.empty(1, 300), None, torch.empty(1, 64), tapped)
+    assert decoder.length == 4
 
 
 @pytest.mark.parametrize("path", [[-1], [0, 0], [1, 0], [16], [2**31 - 1]])
