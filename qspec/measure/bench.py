@@ -11,11 +11,10 @@ from qspec.bridges.text import origin, prompt_tokens, prompts
 from qspec.measure import stats as bench_stats
 from qspec.measure.arm import Arm, Run, TokenizedPrompt
 from qspec.measure.batch import measure_batches
-from qspec.measure.prove import marginals
+from qspec.measure.prove import marginals, parting, seeded
 from qspec.measure.stats import ArmFacts
 from qspec.nn.cuda.decoder import CudaDecoder
 from qspec.nn.engines import device_of
-from qspec.nn.lm import LM
 from qspec.pair.drafters.registry import draft_lm
 from qspec.progress import Progress
 from qspec.records import Tokenizer
@@ -35,8 +34,6 @@ BANDWIDTH_BYTES = 256 << 20
 GPU_BANDWIDTH_BYTES = 4 << 30
 FORCED_PROMPTS = 32
 """Prompts whose answers teacher-forced acceptance is measured on."""
-NEAR_TIE = 0.02
-"""Gap to the best logit, in standard deviations of the logits, that rounding explains (bfloat16: 2^-8 per product)."""
 
 
 def bench(
@@ -52,7 +49,8 @@ def bench(
 
     A speculative arm is also compared with the plain arm that holds the same target object: for speed, and at
     temperature 0 token for token.
-    prove: the plain arm for which the first arm that drafts samples text, to be held against the target's distribution.
+    prove: the plain arm for which the first arm that drafts samples text, to be held against the target's distribution
+    and, with seeds, against the plain arm's text.
     """
     spec = recipe.timing
     room = min(arm.target.max_length for arm in arms.values()) - spec.max_new_tokens
@@ -77,11 +75,12 @@ def bench(
     rate = bandwidth(device_of(next(iter(arms.values())).target))
     speed = bench_stats.summarize(facts, requests, runs, mismatches, rate, condition, betas)
     batches = measure_batches(arms, facts, requests, recipe, eos_ids, progress)
-    tokens_drafted = None
-    if prove is not None:
-        drafting = next(name for name in arms if facts[name].speculative and facts[name].plain == prove)
-        tokens_drafted = marginals(arms[drafting], requests, recipe.seed, progress)
-    return speed.model_copy(update={"batches": batches, "marginals": tokens_drafted})
+    if prove is None:
+        return speed.model_copy(update={"batches": batches})
+    drafting = next(name for name in arms if facts[name].speculative and facts[name].plain == prove)
+    tokens_drafted = marginals(arms[drafting], requests, recipe.seed, progress)
+    repeated = seeded(arms[drafting], prove, drafting, requests, recipe.seed)
+    return speed.model_copy(update={"batches": batches, "marginals": tokens_drafted, "seeded": repeated})
 
 
 def load_requests(spec: BenchmarkSpec, tokenizer: Tokenizer, room: int) -> tuple[list[TokenizedPrompt], bool]:
@@ -227,21 +226,6 @@ def find_mismatches(
         if facts[name].speculative and plain is not None:
             expected = answers[plain, repeat, index]
             if tokens != expected:
-                mismatch = _mismatch(arms[name].target, requests[index], index, expected, tokens)
+                mismatch = parting(arms[name].target, requests[index], index, expected, tokens)
                 mismatches.setdefault(name, []).append(mismatch)
     return mismatches
-
-
-@torch.no_grad()
-def _mismatch(target: LM, request: TokenizedPrompt, index: int, plain: list[int], speculative: list[int]) -> Mismatch:
-    """Where two answers part, judged by the target's own logits there."""
-    together = zip(plain, speculative, strict=False)
-    position = next((i for i, (a, b) in enumerate(together) if a != b), min(len(plain), len(speculative)))
-    margin, near_tie = float("inf"), False
-    if position < min(len(plain), len(speculative)):
-        target.truncate(0)
-        logits_V = target.forward(torch.tensor([*request.tokens, *plain[:position]]), last=1)[0].double()
-        pair = logits_V[[plain[position], speculative[position]]]
-        margin = float(logits_V.max() - pair.min())
-        near_tie = margin <= NEAR_TIE * float(logits_V.std())
-    return Mismatch(prompt=index, category=request.category, position=position, margin=margin, near_tie=near_tie)

@@ -1,12 +1,14 @@
-"""Evidence that drafts do not change the distribution of a pair's tokens: sampled text against the target's own.
+"""Evidence that drafts do not change what a pair writes.
 
-Text is sampled with drafts; the target then reads it once more, plainly, so that the distribution of every token is
-known. Two counts are compared with what those distributions say: tokens that the draft favours, where a draft was
-judged, and tokens of the likelier half of their distribution, everywhere. An engine that accepts too many drafts, or
-draws a wrong token behind a rejection, moves the first; a wrong context, temperature or filter the second.
+Seeded text has to be the same with and without drafts, as greedy text has: token for token, up to near ties. Other
+sampled text can only be held against a distribution: it is sampled with drafts; the target then reads it once more,
+plainly, so that the distribution of every token is known. Two counts are compared with what those distributions say:
+tokens that the draft favours, where a draft was judged, and tokens of the likelier half of their distribution,
+everywhere. An engine that accepts too many drafts, or draws a wrong token behind a rejection, moves the first; a wrong
+context, temperature or filter the second.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,16 +16,25 @@ from torch import Tensor
 
 from qspec.measure.arm import Arm, TokenizedPrompt
 from qspec.nn.lm import LM
+from qspec.numerics.speculation.probs import exponentials
 from qspec.numerics.speculation.trees import children
 from qspec.numerics.statistics.fidelity import detectable_shift, excess_p
 from qspec.progress import Progress
-from qspec.schema.results import Marginals
+from qspec.schema.results import Equality, Marginals, Mismatch
 from qspec.speculation.engine import generate
 from qspec.speculation.length.policies import Fixed
-from qspec.speculation.types import Drafter, Follower, Generation, More, Proposal, Randomness, Sampling
+from qspec.speculation.types import Drafter, Follower, Generation, More, Proposal, Randomness, Repeatable, Sampling
 
 POSITIONS, DRAFTED, TEXTS = 48, 480, 24
 """Tokens of a text; texts are sampled until so many tokens were drafted, at most so many texts."""
+
+
+SEEDED = 8
+"""Seeded texts, each sampled with drafts and without."""
+
+
+NEAR_TIE = 0.02
+"""Gap to the best logit, in standard deviations of the logits, that rounding explains (bfloat16: 2^-8 per product)."""
 
 
 LENGTH = 4
@@ -73,6 +84,57 @@ class SetHits:
     @property
     def p_value(self) -> float:
         return excess_p(self.inside, self.chances)
+
+
+def seeded(arm: Arm, plain: str, name: str, requests: Sequence[TokenizedPrompt], seed: int) -> Equality:
+    """Sample texts of fixed seeds at temperature 1 with the drafter of the arm `name`, and as the arm `plain` does.
+
+    A difference is a near tie where the race between both tokens (`numerics.speculation.probs.race`) was one.
+    """
+    shortest = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))
+    sampling, mismatches = Sampling(temperature=1.0), list[Mismatch]()
+    for used in range(SEEDED):
+        index, number = shortest[used % len(shortest)], seed + used
+        request, policy = requests[index], Fixed(LENGTH) if used % 2 else arm.policy
+        texts = [
+            generate(arm.target, drafter, length, request.tokens, POSITIONS, sampling, (), Repeatable(number)).tokens
+            for drafter, length in ((None, None), (arm.drafter, policy))
+        ]
+        if texts[0] != texts[1]:
+            mismatches.append(parting(arm.target, request, index, *texts, score=_race_score(number)))
+    return Equality(arm=name, baseline=plain, n=SEEDED, equal=SEEDED - len(mismatches), mismatches=tuple(mismatches))
+
+
+def _race_score(seed: int) -> Callable[[Tensor, int], Tensor]:
+    """Logits plus what the numbers of a seed add to them at a position: the token of the largest sum wins the race."""
+    return lambda logits_V, position: logits_V - exponentials(seed, position, len(logits_V)).log()
+
+
+@torch.no_grad()
+def parting(
+    target: LM,
+    request: TokenizedPrompt,
+    index: int,
+    plain: list[int],
+    drafted: list[int],
+    score: Callable[[Tensor, int], Tensor] = lambda logits_V, position: logits_V,
+) -> Mismatch:
+    """Where two different texts part, judged by the target's own logits there.
+
+    score: what the chosen token is the largest of, from float64 logits `[V]` and the token's position in the sequence.
+    """
+    together = zip(plain, drafted, strict=False)
+    shorter = min(len(plain), len(drafted))
+    position = next((i for i, (a, b) in enumerate(together) if a != b), shorter)
+    margin, near_tie = float("inf"), False
+    if position < shorter:
+        target.truncate(0)
+        read = [*request.tokens, *plain[:position]]
+        logits_V = target.forward(torch.tensor(read), last=1)[0].cpu().double()
+        scores_V = score(logits_V, len(read))
+        margin = float(scores_V.max() - scores_V[[plain[position], drafted[position]]].min())
+        near_tie = margin <= NEAR_TIE * float(logits_V.std())
+    return Mismatch(prompt=index, category=request.category, position=position, margin=margin, near_tie=near_tie)
 
 
 @torch.no_grad()

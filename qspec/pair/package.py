@@ -108,7 +108,7 @@ def tidy(pair: Path) -> None:
 def _proof(speed: Mapping[str, Any]) -> dict[str, Any]:
     """Findings on the pair's losslessness, the switches that would end it, and the files that were run."""
     files = (speed.get("provenance") or {}).get("files")
-    evidence = {"equality": speed["equality"], "marginals": speed.get("marginals")}
+    evidence = {"equality": speed["equality"], "marginals": speed.get("marginals"), "seeded": speed.get("seeded")}
     return evidence | {"lossy_switches": SWITCHES, "files": files}
 
 

@@ -70,8 +70,9 @@ def obstacles(pair: Path) -> list[str]:
 
 
 def losslessness(speed: Speed) -> list[Finding]:
-    """Greedy answers token for token, then the distribution of sampled ones."""
-    return [*map(lossless, speed.equality), *([] if speed.marginals is None else [_sampled(speed.marginals)])]
+    """Greedy answers token for token, then seeded ones, then the distribution of sampled ones."""
+    seeded = [] if speed.seeded is None else [lossless(speed.seeded, "seeded texts")]
+    return [*map(lossless, speed.equality), *seeded, *([] if speed.marginals is None else [_sampled(speed.marginals)])]
 
 
 def _sampled(marginals: Marginals) -> Finding:
@@ -91,9 +92,9 @@ def _sampled(marginals: Marginals) -> Finding:
     return Finding("good", f"sampled text follows the target's law; {shift} {seen}")
 
 
-def lossless(equality: Equality) -> Finding:
-    """Whether drafts left the greedy answers as they are."""
-    same = f"{equality.arm}: {equality.equal} of {equality.n} greedy answers equal those of {equality.baseline}"
+def lossless(equality: Equality, texts: str = "greedy answers") -> Finding:
+    """Whether drafts left the texts as they are."""
+    same = f"{equality.arm}: {equality.equal} of {equality.n} {texts} equal those of {equality.baseline}"
     if not equality.mismatches:
         return Finding("good", f"{same} token for token")
     ties = sum(m.near_tie for m in equality.mismatches)

@@ -406,9 +406,10 @@ class BatchSpeed(Record):
 
 
 class Mismatch(Record):
-    """First token where a speculative greedy answer differs from the plain one.
+    """First token where a text with drafts differs from the plain one.
 
-    `margin`: the logit gap between both tokens, by the target itself; a near tie when rounding can explain it.
+    `margin`: the logit gap between both tokens, by the target itself; a near tie when rounding can explain it. Of
+    seeded text the seed's numbers are added to the logits.
     """
 
     prompt: int
@@ -419,7 +420,7 @@ class Mismatch(Record):
 
 
 class Equality(Record):
-    """Greedy answers, speculative against plain, token for token."""
+    """Greedy answers, or texts of fixed seeds: with drafts against plain, token for token."""
 
     arm: str
     baseline: str
@@ -467,6 +468,7 @@ class Speed(Measured):
     predictions: tuple[Prediction, ...] = ()
     equality: tuple[Equality, ...] = ()
     marginals: Marginals | None = None
+    seeded: Equality | None = None
     batches: tuple[BatchSpeed, ...] = ()
     bandwidth: Measurement
     condition: dict[str, Scalar] = {}

@@ -1,6 +1,6 @@
-"""The proof that travels with a pair: sampled text against the target's own law."""
+"""The proof that travels with a pair: seeded text against plain text, other sampled text against its distribution."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 import os
 
@@ -10,15 +10,16 @@ from torch import Tensor
 
 from qspec.measure import prove
 from qspec.measure.arm import Arm, TokenizedPrompt
-from qspec.numerics.speculation.probs import sample
+from qspec.numerics.speculation.probs import exponentials, sample
 from qspec.progress import Progress
-from qspec.report.verdict import _sampled
+from qspec.report.verdict import _sampled, lossless
 from qspec.schema.results import Marginals
 from qspec.speculation import request
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.drafters.suffix import SuffixDrafter
+from qspec.speculation.engine import generate
 from qspec.speculation.length.policies import Fixed, Heuristic
-from qspec.speculation.types import Drafter
+from qspec.speculation.types import Drafter, Repeatable, Sampling
 from tests.speculation.toys import DrawnTree, ScriptedTree, TableLM, blend, table
 
 TABLE = table(1, 6, scale=1.0)
@@ -126,3 +127,39 @@ def test_a_prompt_is_read_once_for_each_text() -> None:
     texts = sum(rows == 400 for rows in target.rows)
     assert 0 < texts == sum(rows == prove.POSITIONS for rows in target.rows)
     assert sum(target.rows) < texts * (400 + prove.POSITIONS * 7)
+
+
+@pytest.mark.parametrize("kind", ["model", "suffix", "tree of chosen nodes"])
+def test_seeded_texts_are_those_without_drafts(kind: str) -> None:
+    """Would catch a seed whose text depends on whether, how far and by whom drafts were made."""
+    arm = Arm(TableLM(TABLE), DRAFTERS[kind](), Heuristic())
+    found = prove.seeded(arm, "plain", "pair", REQUESTS, 5)
+    assert (found.arm, found.baseline, found.n, found.equal) == ("pair", "plain", prove.SEEDED, prove.SEEDED)
+
+
+def test_a_seed_that_drafts_change_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch near ties that are claimed of the greedy choice, where the race had another winner by far."""
+    choose = Repeatable.choose
+
+    def shifted(self: Repeatable, probs_TV: Tensor, positions: Sequence[int], size: int, ids: Tensor | slice) -> Tensor:
+        later = [position + (len(positions) > 1) for position in positions]
+        return choose(self, probs_TV, later, size, ids)
+
+    monkeypatch.setattr(Repeatable, "choose", shifted)
+    found = prove.seeded(Arm(TableLM(TABLE), DRAFTERS["model"](), Fixed(3)), "plain", "pair", REQUESTS, 5)
+    assert found.equal < found.n
+    assert not found.lossless
+    assert lossless(found, "seeded texts").tone == "bad"
+
+
+def test_a_seeded_difference_by_rounding_is_a_near_tie() -> None:
+    """Would catch a margin of the logits alone: the seed's numbers decide, and may lift an unlikely token."""
+    text = generate(TableLM(TABLE), None, None, [1, 2], 1, Sampling(1.0), (), Repeatable(9)).tokens
+    scores_V = TABLE[1, 2].double().log_softmax(-1) - exponentials(9, 2, 6).log()
+    assert text == [int(scores_V.argmax())]
+    second = int(scores_V.topk(2).indices[1])
+    gap = float(scores_V[text[0]] - scores_V[second])
+    request = TokenizedPrompt("qa", [1, 2])
+    told = prove.parting(TableLM(TABLE), request, 0, text, [second], score=prove._race_score(9))
+    assert told.margin == pytest.approx(gap)
+    assert told.near_tie is (gap <= prove.NEAR_TIE * float(TABLE[1, 2].double().std()))
