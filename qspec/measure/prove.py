@@ -96,12 +96,11 @@ def seeded(arm: Arm, plain: str, name: str, requests: Sequence[TokenizedPrompt],
     for used in range(SEEDED):
         index, number = shortest[used % len(shortest)], seed + used
         request, policy = requests[index], Fixed(LENGTH) if used % 2 else arm.policy
-        texts = [
-            generate(arm.target, drafter, length, request.tokens, POSITIONS, sampling, (), Repeatable(number)).tokens
-            for drafter, length in ((None, None), (arm.drafter, policy))
-        ]
-        if texts[0] != texts[1]:
-            mismatches.append(parting(arm.target, request, index, *texts, score=_race_score(number)))
+        wanted = request.tokens, POSITIONS, sampling, (), Repeatable(number)
+        expected = generate(arm.target, None, None, *wanted).tokens
+        drafted = generate(arm.target, arm.drafter, policy, *wanted).tokens
+        if drafted != expected:
+            mismatches.append(parting(arm.target, request, index, expected, drafted, _race_score(number)))
     return Equality(arm=name, baseline=plain, n=SEEDED, equal=SEEDED - len(mismatches), mismatches=tuple(mismatches))
 
 

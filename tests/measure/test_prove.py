@@ -160,6 +160,6 @@ def test_a_seeded_difference_by_rounding_is_a_near_tie() -> None:
     second = int(scores_V.topk(2).indices[1])
     gap = float(scores_V[text[0]] - scores_V[second])
     request = TokenizedPrompt("qa", [1, 2])
-    told = prove.parting(TableLM(TABLE), request, 0, text, [second], score=prove._race_score(9))
+    told = prove.parting(TableLM(TABLE), request, 0, text, [second], prove._race_score(9))
     assert told.margin == pytest.approx(gap)
     assert told.near_tie is (gap <= prove.NEAR_TIE * float(TABLE[1, 2].double().std()))

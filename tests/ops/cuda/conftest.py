@@ -2,13 +2,15 @@
 or on a GPU. They say which device their tensors are on, and are counted.
 """
 
+from collections.abc import Callable
 import os
 from typing import Any
 
 import pytest
 import torch
 
-INTERPRETED = pytest.StashKey[list[int]]()
+INTERPRETED = "interpreted"
+"""Property of a test that says how many tests of kernels it interpreted; the summary of all processes gets it."""
 
 
 def mend_interpreter() -> None:
@@ -44,17 +46,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 @pytest.fixture
-def record_interpreted(request: pytest.FixtureRequest) -> list[int]:
-    """Numbers of tests that were interpreted."""
-    return request.config.stash.setdefault(INTERPRETED, [])
-
-
-@pytest.fixture
-def device(record_interpreted: list[int]) -> torch.device:
+def device(record_property: Callable[[str, object], None]) -> torch.device:
     """A device whose operations are kernels."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        record_interpreted.append(1)
+        record_property(INTERPRETED, 1)
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("no GPU here: test_interpreter runs the kernels' tests in Triton's interpreter")
@@ -63,6 +59,7 @@ def device(record_interpreted: list[int]) -> torch.device:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many tests of kernels ran in the interpreter: a run that skipped them all must not look like one that did."""
-    counts = terminalreporter.config.stash.get(INTERPRETED, [])
+    passed = terminalreporter.stats.get("passed", [])
+    counts = [int(value) for report in passed for name, value in report.user_properties if name == INTERPRETED]
     if counts:
         terminalreporter.write_line(f"kernel tests interpreted: {sum(counts)}")

@@ -1,5 +1,6 @@
 """Runs the kernels' tests in Triton's interpreter: in another process, for it is chosen when triton is imported."""
 
+from collections.abc import Callable
 import os
 from pathlib import Path
 import re
@@ -8,8 +9,14 @@ import sys
 
 import pytest
 
+from tests.ops.cuda.conftest import INTERPRETED
 
-def test_kernels_in_the_interpreter(request: pytest.FixtureRequest, record_interpreted: list[int]) -> None:
+Record = Callable[[str, object], None]
+
+
+def test_kernels_in_the_interpreter(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
     """Catches what the tests in `kernels/` catch, on machines without a GPU."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -20,4 +27,4 @@ def test_kernels_in_the_interpreter(request: pytest.FixtureRequest, record_inter
     found = re.search(r"kernel tests interpreted: (\d+)", done.stdout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert found, done.stdout[-6000:]
-    record_interpreted.append(int(found[1]))
+    record_property(INTERPRETED, int(found[1]))
