@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.bridges import harness, speculator
+from qspec.bridges import harness
 from qspec.bridges.harness import Sample, TaskScores
+from qspec.bridges.heads import speculator
 from qspec.bridges.hf import load_tokenizer
 from qspec.errors import PairError, RecipeError, SourceError
 from qspec.measure.evaluate import compare

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from qspec.bridges import speculator
+from qspec.bridges.heads import speculator
 from qspec.bridges.tensors import read_tensors
 from qspec.models.load import locate
 from qspec.schema.drafts import MlpDraft

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from qspec.bridges import compressed, speculator
+from qspec.bridges import compressed
+from qspec.bridges.heads import speculator
 from qspec.measure.arm import Arm
 from qspec.measure.evaluate import evaluate
 from qspec.measure.quality import Drafts, HeadDrafts, ModelDrafts, measure_answers, measure_draft

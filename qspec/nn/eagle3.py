@@ -33,10 +33,13 @@ class Eagle3Shape:
     """Sizes and switches of a head.
 
     taps: the target's layers whose *entering* residual is read, rising, as vLLM counts them (its number of layers: the
-    residual in front of the final norm). draft_vocab: ids that can be drafted, 0 for all. rope_inv_freq: empty for
-    plain rotations of `rope_theta`. norm_before_residual: f is normed before it is added to, not only before it is
-    read. norm_before_fc: one norm over the states of all taps; fc_norm: one for each tap. norm_output: the next row
-    reads y as normed. own_embedding: E is the head's, not the target's.
+    residual in front of the final norm). draft_vocab: ids that can be drafted, 0 for all. window: slots that a row
+    sees, 0 for all. rope_scaling: what config.json says of rotations beside `rope_theta`, if they are scaled;
+    rope_inv_freq: the frequencies that come of this, else empty.
+
+    norm_before_residual: f is normed before it is added to, not only before it is read. norm_before_fc: one norm over
+    the states of all taps; fc_norm: one for each tap. norm_output: the next row reads y as normed. own_embedding: E is
+    the head's, not the target's.
     """
 
     hidden_size: int
@@ -49,7 +52,9 @@ class Eagle3Shape:
     vocab_size: int
     draft_vocab: int = 0
     n_layers: int = 1
+    window: int = 0
     rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, float | int | str], ...] = ()
     rope_inv_freq: tuple[float, ...] = ()
     rope_factor: float = 1.0
     norm_eps: float = 1e-5
@@ -89,7 +94,7 @@ class HeadCache:
     """Keys and values of one sequence, by layer and slot; grows as it must. `length`: slots that are filled."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
-        self._layers, self.length = shape.n_layers, 0
+        self._layers, self._window, self.length = shape.n_layers, shape.window, 0
         self._kv_2NLK = [torch.empty(2, shape.n_kv_heads, _FIRST_SLOTS, shape.head_dim) for _ in range(self._layers)]
 
     def truncate(self, length: int) -> None:
@@ -106,8 +111,13 @@ class HeadCache:
         if layer == self._layers - 1:
             self.length = end
         k_NLK, v_NLK = kv_2NLK[:, :, :end]
-        mask_TL = torch.ones(count, end, dtype=torch.bool).tril(start) if count > 1 else None
-        return attend(q_NTK, k_NLK, v_NLK, mask_TL)
+        return attend(q_NTK, k_NLK, v_NLK, None if count == 1 and not self._window else self._mask(count, end))
+
+    def _mask(self, count: int, end: int) -> Tensor:
+        """The slots that each of the newest `count` rows sees `[count, end]`."""
+        row, slot = torch.arange(end - count, end)[:, None], torch.arange(end)[None]
+        seen_TL = slot <= row
+        return seen_TL & (slot > row - self._window) if self._window else seen_TL
 
     def _roomy(self, layer: int, slots: int) -> Tensor:
         old = self._kv_2NLK[layer]

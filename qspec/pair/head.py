@@ -4,8 +4,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from qspec.bridges import speculator
 from qspec.bridges.compressed import lint_scale
+from qspec.bridges.heads import speculator
 from qspec.bridges.hub import fetch_model
 from qspec.bridges.tensors import read_tensors
 from qspec.errors import IntegrityError, OutputError, RecipeError

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qspec.bridges import compressed, speculator
+from qspec.bridges import compressed
+from qspec.bridges.heads import speculator
 from qspec.nn.cpp.int8_map import Int8Map
 from qspec.nn.mlp_speculator import MLPSpeculator, initialize, start_from, swap_linears
 from qspec.numerics.speculation.speculator import agreement, loss_of, overlap

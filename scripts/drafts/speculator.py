@@ -21,7 +21,7 @@ import warnings
 
 import torch
 
-from qspec.bridges.speculator import read_config
+from qspec.bridges.heads.speculator import read_config
 from qspec.measure.arm import Run, TokenizedPrompt, steps_of
 from qspec.measure.bench import load_requests
 from qspec.measure.stats import acceptance

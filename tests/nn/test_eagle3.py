@@ -86,7 +86,8 @@ class Reference:
                     for x, name in ((q, "q"), (k, "k"))
                 )
             rows.append((self.turned(k, position), v))
-            out = [self.read(h, j * s.n_kv_heads // s.n_heads, rows) for j, h in enumerate(self.turned(q, position))]
+            seen = rows[-s.window :]
+            out = [self.read(h, j * s.n_kv_heads // s.n_heads, seen) for j, h in enumerate(self.turned(q, position))]
             x_H = x_H + self.w[f"{base}.self_attn.o_proj.weight"] @ torch.cat(out)
             given = self.norm(x_H, f"{base}.post_attention_layernorm")
             gate, up = (self.w[f"{base}.mlp.{n}_proj.weight"] @ given for n in ("gate", "up"))
@@ -134,6 +135,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"n_layers": 2, "norm_before_residual": True, "qk_norm": True},
     {"draft_vocab": 0, "rope_theta": 500.0},
     {"taps": (2,), "fc_norm": True},
+    {"window": 3},
     {"target_hidden": 24, "own_embedding": True, "fc_norm": True},
 ]
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from qspec import limited
-from qspec.bridges import speculator
+from qspec.bridges.heads import speculator
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import QspecError
 from qspec.models.layers import truncate_layers

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from qspec.bridges import speculator
+from qspec.bridges.heads import speculator
 from qspec.bridges.hf import load_folder
 from qspec.nn.engines import open_decoder
 from qspec.nn.mlp_speculator import MLPSpeculator, initialize

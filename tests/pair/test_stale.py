@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qspec.bridges import speculator
+from qspec.bridges.heads import speculator
 from qspec.cli import main
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
 from qspec.pair.check import overridden, read_manifest, stale

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qspec.bridges import speculator
+from qspec.bridges.heads import speculator
 from qspec.cli import main
 from qspec.errors import IntegrityError, PairError
 from qspec.memory import Room

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qspec.bridges import speculator
+from qspec.bridges.heads import speculator
 from qspec.bridges.tensors import read_tensors
 from qspec.errors import SourceError
 from qspec.nn.cpp.int8_map import Int8Map

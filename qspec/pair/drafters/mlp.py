@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qspec.bridges import speculator
+from qspec.bridges.heads import speculator
 from qspec.bridges.vllm.heads import FOLDER_KEY, PROPOSER
 from qspec.nn.engines import AnyDecoder
 from qspec.pair.drafters.kind import DraftKind, Weights

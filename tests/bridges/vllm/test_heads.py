@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qspec.bridges import speculator
+from qspec.bridges.heads import speculator
 from qspec.bridges.tensors import write_tensors
 from qspec.bridges.vllm import heads as vllm_heads
 from qspec.errors import SourceError

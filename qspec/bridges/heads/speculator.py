@@ -10,24 +10,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qspec.bridges.architectures import SIZES
+from qspec.bridges.heads.files import HeadReader, stored_tensors
 from qspec.bridges.tensors import SINGLE, read_tensors, rising_ids, write_tensors
 from qspec.errors import PairError, SourceError
-from qspec.nn.cpp.int8_map import Int8Map
-from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, swap_linears
-from qspec.numerics.quantization.affine import QTensor
-from qspec.numerics.quantization.blocks import PerChannel
-from qspec.numerics.quantization.formats import INT8
+from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape
 from qspec.plain_files import read_json
 
 ARCHITECTURE, MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
-_PREFIX = "speculator."
-_IDS = "ids"
+_IDS = "speculator.ids"
 _FIX = "give a head that `qspec train-draft` wrote, or an MLP speculator of ibm-ai-platform"
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _RANGES = {
     "emb_dim": (1, SIZES["hidden_size"]),
     "vocab_size": (1, SIZES["vocab_size"]),
@@ -77,29 +71,18 @@ def read(folder: Path, embedding_VH: Tensor, output_VH: Tensor) -> MLPSpeculator
         sizes = f"{folder.name}: vocabulary {shape.vocab_size}, hidden size {shape.emb_dim}"
         v, h = embedding_VH.shape
         raise PairError(sizes, f"the target has {v} and {h}", "use a head that was trained for this target")
-    reader = _Reader(stored, folder)
-    ids_D = reader.ids(shape) if shape.draft_vocab else None
+    reader, ids_D = HeadReader(stored, folder, _names, _FIX), None
+    if shape.draft_vocab:
+        ids_D = rising_ids(reader.ids(_IDS, shape.draft_vocab), shape.vocab_size, f"{folder}: {_IDS}")
     head = MLPSpeculator(shape, ids_D, embedding_VH, output_VH, device="meta")
-    for names, module in _modules(head):
-        if isinstance(module, nn.Linear) and (codes := reader.codes(names, module.weight.shape)) is not None:
-            swap_linears(head, lambda linear: Int8Map(codes) if linear is module else linear)  # noqa: B023
-            continue
-        for part, parameter in module.named_parameters(recurse=False):
-            value = reader.tensor([f"{name}.{part}" for name in names], parameter.shape).float()
-            setattr(module, part, nn.Parameter(value, requires_grad=False))
+    reader.fill(head, _shared(head))
     return head.eval().requires_grad_(False)
 
 
 def write(head: MLPSpeculator, folder: Path, facts: Mapping[str, Any] | None = None) -> None:
     """Write a head: tied layers once, under the first of their names; `facts` go into `config.json` under `qspec`."""
     shape = head.shape
-    tensors: dict[str, Tensor] = {}
-    for names, module in _modules(head):
-        if isinstance(module, Int8Map):
-            tensors[f"{names[0]}.weight"] = module.weight.codes
-            tensors[f"{names[0]}.weight_scale"] = module.weight.scale
-        else:
-            tensors |= {f"{names[0]}.{part}": value for part, value in module.named_parameters(recurse=False)}
+    tensors = stored_tensors(head, _names, _shared(head))
     if head.ids_D is not None:
         tensors[_IDS] = head.ids_D.int()
     own = {"draft_vocab": shape.draft_vocab, "shared": shape.shared, **(facts or {})}
@@ -114,49 +97,14 @@ def write(head: MLPSpeculator, folder: Path, facts: Mapping[str, Any] | None = N
         "qspec": own,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / SINGLE, {_PREFIX + name: value for name, value in tensors.items()})
+    write_tensors(folder / SINGLE, tensors)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _modules(head: MLPSpeculator) -> list[tuple[list[str], nn.Module]]:
-    """Modules that are stored, with all their names (several where they are tied)."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in head.named_modules(remove_duplicate=False):
-        own = list(module.named_parameters(recurse=False))
-        if isinstance(module, Int8Map) or own:
-            names.setdefault(module, []).append(name)
-    return [(known, module) for module, known in names.items() if not known[0].endswith(".rows")]
+def _names(path: str) -> list[str]:
+    return [f"speculator.{path}"]
 
 
-class _Reader:
-    """Finds a layer's tensors under any of its names."""
-
-    def __init__(self, stored: Mapping[str, Tensor], folder: Path) -> None:
-        self._stored, self._folder = stored, folder
-
-    def ids(self, shape: SpeculatorShape) -> Tensor:
-        """Ids that the head can draft, `[D]`."""
-        ids_D = self.tensor([_IDS], torch.Size([shape.draft_vocab]), (torch.int32, torch.int64))
-        return rising_ids(ids_D, shape.vocab_size, f"{self._folder}: {_PREFIX}{_IDS}")
-
-    def codes(self, names: list[str], shape: torch.Size) -> QTensor | None:
-        """INT8 codes and scales of a linear layer; None where it is stored in float."""
-        scales = [f"{name}.weight_scale" for name in names]
-        if not any(_PREFIX + name in self._stored for name in scales):
-            return None
-        weight = self.tensor([f"{name}.weight" for name in names], shape, (torch.int8,))
-        return QTensor(weight, self.tensor(scales, torch.Size([shape[0], 1])).float(), None, INT8, PerChannel())
-
-    def tensor(self, names: list[str], shape: torch.Size, types: tuple[torch.dtype, ...] = _FLOATS) -> Tensor:
-        """The first of `names` that is stored."""
-        for name in names:
-            tensor = self._stored.get(_PREFIX + name)
-            if tensor is None:
-                continue
-            if tensor.shape != shape or tensor.dtype not in types:
-                rule = f"has shape {tuple(tensor.shape)}, config.json says {tuple(shape)}"
-                if tensor.shape == shape:
-                    rule = f"is {tensor.dtype} in place of {' or '.join(map(str, types))}"
-                raise SourceError(f"{self._folder}: {_PREFIX}{name}", rule, _FIX)
-            return tensor
-        raise SourceError(f"{self._folder}: {_PREFIX}{names[0]}", "is missing", _FIX)
+def _shared(head: MLPSpeculator) -> list[str]:
+    """Paths of the target's own rows, which are not stored."""
+    return [path for path, _ in head.named_modules(remove_duplicate=False) if path.endswith(".rows")]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qspec.bridges import speculator
+from qspec.bridges.heads import speculator
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import PairError, SourceError
 from qspec.nn.cpp.int8_map import Int8Map

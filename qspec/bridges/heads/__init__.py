@@ -1,0 +1,1 @@
+"""Draft heads on disk: MLP speculators, and EAGLE-3 heads in both of their formats."""
