@@ -1,16 +1,20 @@
-"""Drafting with a speculator's heads: stage after stage by torch; `cpp.heads` does the same in one call.
+"""Drafting with heads: stage after stage by torch; `cpp.heads` does the same in one call.
 
-Letters: B sequences, P paths, K tokens of a path, D ids that can be drafted.
+Letters: B sequences, T rows, S states of a row, P paths, K tokens of a path, D ids that can be drafted.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from qspec.nn.cpp.heads import Choose, NativeHeads
+from qspec.nn.eagle3 import Eagle3, HeadCache, JoinedCaches
 from qspec.nn.mlp_speculator import MLPSpeculator
+
+READ = 256
+"""Rows of a text that go through a head together: bounds the mask of its attention."""
 
 
 class DraftHeads(Protocol):
@@ -33,14 +37,10 @@ class EagerHeads:
         state_BI, tokens_B, numbers = self._head.begin(hidden_BH), torch.tensor(tokens), list(range(len(tokens)))
         for i in range(k):
             state_BI, logits_BD = self._head.advance(i, state_BI, tokens_B)
-            logits_BD = logits_BD[:, : self._known]
-            probs_B, best_B = logits_BD.softmax(-1).max(-1)
-            drafts = zip(numbers, best_B.tolist(), probs_B.tolist(), logits_BD.split(1), strict=True)
-            places = [choose(*one) for one in drafts]
-            on = [row for row, place in enumerate(places) if place is not None]
+            on, places = _chosen(logits_BD[:, : self._known], numbers, choose)
             if not on:
                 return
-            tokens_B = self._ids_D[[place for place in places if place is not None]]
+            tokens_B = self._ids_D[places]
             state_BI, numbers = state_BI[on], [numbers[row] for row in on]
 
     def paths(self, hidden_1H: Tensor, token: int, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,96 @@ class EagerHeads:
         return paths_PK, scores_P
 
 
+def _chosen(logits_BD: Tensor, numbers: Sequence[int], choose: Choose) -> tuple[list[int], list[int]]:
+    """The rows of chains that go on, and the places of their drafts; `numbers`: those of the chains."""
+    probs_B, best_B = logits_BD.softmax(-1).max(-1)
+    drafts = zip(numbers, best_B.tolist(), probs_B.tolist(), logits_BD.split(1), strict=True)
+    places = [choose(*one) for one in drafts]
+    on = [row for row, place in enumerate(places) if place is not None]
+    return on, [place for place in places if place is not None]
+
+
 def draft_heads(head: MLPSpeculator, ids_D: Tensor, known: int) -> DraftHeads:
     """The C++ core where it runs this head."""
     packed = NativeHeads.packed(head)
     return EagerHeads(head, ids_D, known) if packed is None else NativeHeads(head, packed, ids_D, known)
+
+
+class HeadSlots(Protocol):
+    """The cache of an EAGLE-3 head for one sequence."""
+
+    length: int
+
+    def truncate(self, length: int) -> None:
+        """Forget all slots from `length` on."""
+
+
+Slots = TypeVar("Slots", bound=HeadSlots)
+
+
+class Eagle3Chains(Protocol[Slots]):
+    """An EAGLE-3 head behind sequences, with a cache for each."""
+
+    def cache(self) -> Slots:
+        """That of an empty sequence."""
+
+    def chains(
+        self,
+        caches: Sequence[Slots],
+        states: Sequence[Tensor],
+        tokens: Sequence[Tensor],
+        k: int,
+        choose: Choose,
+    ) -> None:
+        """Append rows to each cache: the target's states `[T, S]`, T at least 1, and the tokens behind them `[T]`.
+
+        Then at most `k` drafts of every chain, each behind what `choose` took before. Their slots stay in the caches.
+        """
+
+
+class EagerEagle3:
+    """Any head, on torch. known: how many of its ids may be drafted."""
+
+    def __init__(self, head: Eagle3, ids_D: Tensor, known: int) -> None:
+        self._head, self._ids_D, self._known = head, ids_D, known
+
+    def cache(self) -> HeadCache:
+        return HeadCache(self._head.shape)
+
+    def chains(
+        self,
+        caches: Sequence[HeadCache],
+        states: Sequence[Tensor],
+        tokens: Sequence[Tensor],
+        k: int,
+        choose: Choose,
+    ) -> None:
+        head, numbers = self._head, list(range(len(caches)))
+        y_BH = self._read(caches, states, tokens)
+        for i in range(k):
+            on, places = _chosen(head.logits(y_BH)[:, : self._known], numbers, choose)
+            if not on or i == k - 1:
+                return
+            numbers = [numbers[row] for row in on]
+            y_BH = self._run(head.feed(y_BH[on]), self._ids_D[places], [caches[n] for n in numbers], [1] * len(on))
+
+    def _read(self, caches: Sequence[HeadCache], states: Sequence[Tensor], tokens: Sequence[Tensor]) -> Tensor:
+        """y `[B, H]` of the last row of each; those of long texts go through the head in parts before."""
+        counts = [(len(tokens_T) - 1) % READ + 1 for tokens_T in tokens]
+        for cache, states_TS, tokens_T, count in zip(caches, states, tokens, counts, strict=True):
+            for start in range(0, len(tokens_T) - count, READ):
+                part = slice(start, start + READ)
+                self._run(self._head.fuse(states_TS[part]), tokens_T[part], [cache], [READ])
+        last = [torch.cat([rows[-n:] for rows, n in zip(x, counts, strict=True)]) for x in (states, tokens)]
+        y_TH = self._run(self._head.fuse(last[0]), last[1], caches, counts)
+        return y_TH[torch.tensor(counts).cumsum(0) - 1]
+
+    def _run(self, f_TH: Tensor, tokens_T: Tensor, caches: Sequence[HeadCache], counts: Sequence[int]) -> Tensor:
+        """y `[T, H]` of the next rows of several sequences."""
+        ends = [cache.length + torch.arange(n) for cache, n in zip(caches, counts, strict=True)]
+        return self._head.run(f_TH, tokens_T, torch.cat(ends), JoinedCaches(caches, counts))
+
+
+def eagle3_chains(head: Eagle3, ids_D: Tensor, known: int) -> Eagle3Chains[Any]:
+    """The fastest way to run this head here."""
+    return EagerEagle3(head, ids_D, known)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qspec.errors import IntegrityError, RecipeError
-from qspec.nn.lm import LM, TreeLM
+from qspec.nn.lm import LM, TappedLM, TreeLM
 from qspec.numerics.speculation.trees import Parents, children, depths, under_root
 from qspec.numerics.speculation.verify import verify_best, verify_sampling, verify_tree_best, verify_tree_sampling
 from qspec.speculation.types import (
@@ -72,6 +72,8 @@ class Request:
         self.policy.reset(domain, len(self.prompt), most - len(self.prompt))
         if self.drafter is not None:
             self.drafter.reset()
+        if isinstance(self.target, TappedLM):
+            self.target.tap(())  # an earlier request's drafter may have read it
         if isinstance(self.drafter, Follower):
             self.drafter.follow(self.target)
         self.target.truncate(0)

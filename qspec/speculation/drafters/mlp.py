@@ -1,7 +1,6 @@
 """A speculator head: drafts from the target's own hidden state, without a cache."""
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
@@ -12,6 +11,7 @@ from qspec.nn.draft_heads import draft_heads
 from qspec.nn.lm import LM, HiddenLM
 from qspec.nn.mlp_speculator import MLPSpeculator
 from qspec.numerics.speculation.trees import merged_chains
+from qspec.speculation.drafters.heads import DraftIds, HeadChain
 from qspec.speculation.types import NOTHING, Ask, More, Proposal, Randomness, Sampling
 
 
@@ -32,12 +32,10 @@ class MlpDrafter:
         top_k: Sequence[int] = (),
     ) -> None:
         self._head, self._eos_ids, self._candidates = head, frozenset(eos_ids), candidates
-        tokens = head.shape.vocab_size if tokens is None else tokens
-        self._ids_D = torch.arange(head.shape.vocab_size) if head.ids_D is None else head.ids_D
-        self._known = int((self._ids_D < tokens).sum())  # ids rise
+        self._ids = DraftIds.below(tokens, head.ids_D, head.shape.vocab_size)
         widths = top_k or [max(1, 5 - i) for i in range(head.shape.n_predict)]
-        self._widths = [min(width, self._known) for width in widths]
-        self._heads = draft_heads(head, self._ids_D, self._known)
+        self._widths = [min(width, self._ids.known) for width in widths]
+        self._heads = draft_heads(head, self._ids.ids_D, self._ids.known)
         self._target: HiddenLM | None = None
 
     @property
@@ -45,7 +43,7 @@ class MlpDrafter:
         return self._head
 
     def group(self) -> Hashable:
-        return self._head, self._known, self._candidates
+        return self._head, self._ids.known, self._candidates
 
     def follow(self, target: LM) -> None:
         """Read the states of this sequence from now on. Raises `RecipeError` for a model that does not tell them."""
@@ -82,15 +80,10 @@ class MlpDrafter:
         hidden_BH = torch.cat([drafter._hidden(ask) for drafter, ask in pairs])
         depth, newest = max(chain.k for chain in chains), [ask.context[-1] for ask in asks]
         first._heads.chains(hidden_BH, newest, depth, lambda i, *stage: chains[i].choose(*stage))
-        tokens = [torch.tensor(chain.tokens, dtype=torch.long) for chain in chains]
-        probs_KD = [first._widened(chain.probs_KD) for chain in chains]
-        share = (perf_counter() - start) / sum(chain.stages for chain in chains)
-        made = zip(tokens, probs_KD, chains, strict=True)
-        return [Proposal(tokens_K, probs_KV, share * chain.stages) for tokens_K, probs_KV, chain in made]
+        return first._ids.proposals(chains, perf_counter() - start)
 
-    def _chain(self, ask: Ask) -> "_Chain":
-        shape = self._head.shape
-        return _Chain(ask, min(ask.k, shape.n_predict), self._ids_D[: self._known], shape.vocab_size, self._eos_ids)
+    def _chain(self, ask: Ask) -> HeadChain:
+        return HeadChain(ask, min(ask.k, self._head.shape.n_predict), self._ids, self._eos_ids)
 
     def _tree(self, ask: Ask) -> Proposal:
         start, depth = perf_counter(), min(ask.k, self._head.shape.n_predict)
@@ -109,43 +102,3 @@ class MlpDrafter:
     def _until_eos(self, path: list[int]) -> list[int]:
         end = next((i + 1 for i, token in enumerate(path) if token in self._eos_ids), len(path))
         return path[:end]
-
-    def _widened(self, probs_KD: list[Tensor]) -> Tensor | None:
-        """Distributions over the target's vocabulary, 0 for ids that the head does not know."""
-        if not probs_KD:
-            return None
-        wide_KV = torch.zeros(len(probs_KD), self._head.shape.vocab_size)
-        wide_KV[:, self._ids_D[: self._known]] = torch.cat(probs_KD)
-        return wide_KV
-
-
-@dataclass
-class _Chain:
-    """The draft of one request on its way, at most `k` tokens of `ids_D`, ids of a vocabulary of `size`.
-
-    stages: how many of the head it went through.
-    """
-
-    ask: Ask
-    k: int
-    ids_D: Tensor
-    size: int
-    eos_ids: Collection[int]
-    tokens: list[int] = field(default_factory=list)
-    probs_KD: list[Tensor] = field(default_factory=list)
-    stages: int = 0
-
-    def choose(self, best: int, probability: float, logits_1D: Tensor) -> int | None:
-        """`nn.cpp.heads.Choose` of this chain."""
-        self.stages += 1
-        sampling, more = self.ask.sampling, self.ask.more
-        place, probs_1D = best, None if sampling.greedy else sampling.probs(logits_1D)
-        if more is not None and not more(probability if probs_1D is None else float(probs_1D.max())):
-            return None
-        if probs_1D is not None:
-            place_1, needed_1D = self.ask.draw(probs_1D, len(self.tokens), self.size, self.ids_D)
-            place = int(place_1)
-            if needed_1D is not None:
-                self.probs_KD.append(needed_1D)
-        self.tokens.append(int(self.ids_D[place]))
-        return None if len(self.tokens) == self.k or self.tokens[-1] in self.eos_ids else place
