@@ -100,12 +100,14 @@ inline void require_shape(const Shape& s) {
   require(within(s.experts, 0, most), "a model has no such number of experts");
   require(!s.experts || (within(s.experts_per_token, 1, s.experts) && within(s.expert_size, 1, most)),
           "a token has no such number of experts");
+  require(within(s.states, 0, most), "a head reads no such number of states");
 }
 
-inline void require_layer(const Shape& s, const Layer& l) {
+// inputs: of q, k and v.
+inline void require_layer(const Shape& s, const Layer& l, int64_t inputs) {
   const int64_t dims = int64_t(s.heads) * s.head_dim, keys = int64_t(s.kv_heads) * s.head_dim;
   require(l.input_norm && l.mlp_norm && !l.q_norm == !l.k_norm, "a norm is missing");
-  require_matrix(l.qkv, dims + 2 * keys, s.hidden);
+  require_matrix(l.qkv, dims + 2 * keys, inputs);
   require_matrix(l.o, s.hidden, dims);
   require(!l.experts || s.experts, "the model has no experts");
   if (l.experts) require_matrix(l.router, s.experts, s.hidden);
@@ -125,6 +127,16 @@ inline void require_ends(const Shape& s, const Weight& embedding, const float* n
   require_matrix(head, head.n, s.hidden);
   if (embedding.codes) return require_rows(embedding, s.vocab, s.hidden);
   require(is_float(head) && head.n == s.vocab, "a head that is no embedding is taken for one");
+}
+
+inline void require_lead(const Shape& s, const Lead& l, const Weight& head) {
+  require(s.states && head.codes, "a model without states, or without an end, is no head");
+  require_matrix(l.fc, s.hidden, s.states);
+  require_outliers(l.fc);
+  require(l.state_norm && !(l.states_norm && l.tap_norms), "norms of states are missing, or too many");
+  require(within(l.taps, 1, s.states) && s.states % l.taps == 0, "states are no equal parts");
+  require(l.ids && within(l.drafted, 1, head.n), "more ids are drafted than a head has rows");
+  for (int j = 0; j < head.n; ++j) require(within(l.ids[j], 0, s.vocab - 1), "an id lies outside of the vocabulary");
 }
 
 inline void require_taps(const Shape& s, const Taps& taps) {

@@ -9,6 +9,9 @@
 //   gate/up                        piece: some pairs of panels; activation at once
 //   mixtures                       piece: some panels of one expert, for all rows that chose it
 //   head                           piece: some panels; logits, or the best token so far
+//
+// An EAGLE-3 head is such a model too, but for what its first layer reads (qspec/nn/eagle3.py): a whole proposal, rows of
+// true states and then draft after draft, is one parallel region.
 #include "model.h"
 
 #include <sys/mman.h>
@@ -30,6 +33,7 @@ namespace qspec {
 namespace {
 
 constexpr int BLOCK = 64;  // rows that a layer takes at once
+constexpr int CHAINS = 8;  // drafts that are asked for at once
 constexpr size_t HUGE_PAGE = size_t{1} << 21;
 constexpr size_t PAGE = 4096;  // what reads past the file cache begin at
 
@@ -157,6 +161,14 @@ struct Block {
   float* hidden;
 };
 
+// A draft on its way: its number, the sequence, the row that ends it, and what is drafted behind that.
+struct Chain {
+  int number;
+  Sequence* sequence;
+  int row;
+  int64_t token;
+};
+
 // A row's way through one expert.
 struct Choice {
   int row, expert;
@@ -200,6 +212,7 @@ class Model : Matmuls {
     gated_ = zeros<float>(std::max(BLOCK * features, choices * expert_features));
     added_ = zeros<float>(std::max(size_t{BLOCK}, choices) * widest);
     routing_ = zeros<float>(BLOCK * size_t(s_.experts));
+    if (s_.states) joined_ = zeros<float>(BLOCK * widest);
     chosen_ = scratch_for(choices, widest);
     choices_.resize(choices);
     picked_.reserve(choices);
@@ -227,7 +240,7 @@ class Model : Matmuls {
   // in_place: weights lie, or will, in `memory`; all else is copied.
   void set_layer(int i, const Layer& given, bool in_place) {
     require(within(i, 0, s_.layers - 1), "the model has no such layer");
-    require_layer(s_, given);
+    require_layer(s_, given, s_.states && i == 0 ? 2 * int64_t(s_.hidden) : s_.hidden);
     Layer& layer = layers_[i];
     layer = given;
     layer.input_norm = arena_.copy(given.input_norm, s_.hidden);
@@ -283,6 +296,16 @@ class Model : Matmuls {
     if (embedding.codes) keep(embedding_);
   }
 
+  // The matrix stays where it is.
+  void set_lead(const Lead& given) {
+    require_lead(s_, given, head_);
+    lead_ = given;
+    lead_.states_norm = arena_.copy(given.states_norm, s_.states);
+    lead_.tap_norms = arena_.copy(given.tap_norms, s_.states);
+    lead_.state_norm = arena_.copy(given.state_norm, s_.hidden);
+    lead_.ids = arena_.copy(given.ids, head_.n);
+  }
+
   const Shape& shape() const { return s_; }
   Pool& pool() const { return pool_; }
   Sequence* sequence() const { return new Sequence(s_, run_, layers_); }
@@ -291,6 +314,7 @@ class Model : Matmuls {
   // states [last, hidden] behind them; of all rows what `taps` names. False: a layer cannot be read, nothing is appended.
   bool forward(const Part* parts, int count, int last, float* logits, int64_t* best, float* states, const Taps& taps) {
     std::lock_guard<std::mutex> one(calls_);
+    require(!s_.states, "a head is no model");
     require_parts(parts, count);
     require_taps(s_, taps);
     list_rows(parts, count);
@@ -302,6 +326,28 @@ class Model : Matmuls {
     for (const Part* part = parts; part < parts + count; ++part)
       if (!part->parents) part->sequence->length += part->count;
     return true;
+  }
+
+  // Append rows of true states [rows, Shape.states], and of the tokens behind them, to sequences of a head; then draft at
+  // most `most` tokens behind each, as `choose` decides. logits: room for `CHAINS` rows of `stride`, whole panels.
+  void draft(const Part* parts, int count, const float* states, int most, Choose choose, float* logits, int64_t stride) {
+    std::lock_guard<std::mutex> one(calls_);
+    require(lead_.fc.codes, "a model is no head");
+    require_parts(parts, count);
+    require(states && choose && logits && most >= 1 && stride >= head_.panels() * 8, "a part of the call is missing");
+    for (const Part* part = parts; part < parts + count; ++part) {
+      require(!part->parents && part->count >= 1, "a draft continues one row or more");
+      require(part->sequence->length + part->count + most - 1 <= s_.max_length, "more positions than the cache holds");
+    }
+    list_rows(parts, count);
+    make_room();
+    chains_.clear();
+    for (int j = 0, row = -1; j < count; ++j) chains_.push_back({j, parts[j].sequence, row += parts[j].count, -1});
+    ends_ = zeros<float>(count * hidden_stride_);
+    outside_ = false;
+    laps_.begin();
+    pool_.run([&](int thread) { propose(thread, states, most, choose, logits, stride); });
+    require(!outside_, "a chosen place lies outside of the head");
   }
 
  private:
@@ -317,8 +363,8 @@ class Model : Matmuls {
   }
 
   static size_t widest_of(const Shape& s) {
-    const size_t dims = size_t(s.heads) * s.head_dim;
-    return size_t(std::max({s.hidden, s.intermediate, s.expert_size, int32_t(dims)}));
+    const size_t dims = size_t(s.heads) * s.head_dim, joined = s.states ? 2 * size_t(s.hidden) : s.hidden;
+    return std::max({joined, size_t(s.states), size_t(s.intermediate), size_t(s.expert_size), dims});
   }
 
   void list_rows(const Part* parts, int count) {
@@ -400,6 +446,101 @@ class Model : Matmuls {
       std::memcpy(taps.out + (t * taps.count + place) * width, hidden_.get() + t * hidden_stride_, sizeof(float) * width);
   }
 
+  void propose(int thread, const float* states, int most, Choose choose, float* logits, int64_t stride) {
+    fuse(thread, states);
+    for (int step = 1;; ++step) {
+      const int rows = static_cast<int>(rows_.size()), chains = static_cast<int>(chains_.size());
+      for (int i = 0; i < s_.layers; ++i)
+        for (int begin = 0; begin < rows; begin += BLOCK) run_layer(thread, i, block(begin, rows));
+      for (int j = thread; j < chains; j += pool_.size())
+        std::memcpy(end(j), hidden_.get() + chains_[j].row * hidden_stride_, sizeof(float) * s_.hidden);
+      pool_.barrier();
+      for (int first = 0; first < chains; first += CHAINS) {
+        const int count = std::min(CHAINS, chains - first);
+        const Rows x = prepared(thread, head_, end(first), hidden_stride_, norm_, count);
+        pieces(thread, head_, x, piece(head_), [&](int panel, int n, const float* out, int64_t out_stride) {
+          for (int t = 0; t < count; ++t)
+            std::memcpy(logits + t * stride + panel * 8, out + t * out_stride, sizeof(float) * n * 8);
+        });
+        laps_.end(thread, HEAD);
+        if (thread == 0)
+          for (int t = 0; t < count; ++t) ask(chains_[first + t], t, logits + t * stride, choose);
+        pool_.barrier();
+      }
+      if (thread == 0) step_on(step < most);
+      pool_.barrier();
+      if (rows_.empty()) return;
+    }
+  }
+
+  // What the rows of true states begin as.
+  void fuse(int thread, const float* states) {
+    const int rows = static_cast<int>(rows_.size()), width = s_.states / lead_.taps;
+    for (int begin = 0; begin < rows; begin += BLOCK) {
+      const float* x = states + int64_t(begin) * s_.states;
+      int64_t x_stride = s_.states;
+      const int count = std::min(BLOCK, rows - begin);
+      if (lead_.tap_norms) {
+        for (int n; (n = pool_.claim()) < count * lead_.taps;) {
+          const int t = n / lead_.taps, at = n % lead_.taps * width;
+          run_.norm(x + t * x_stride + at, lead_.tap_norms + at, s_.norm_eps, width, joined_.get() + t * row_stride_ + at);
+        }
+        pool_.barrier();
+        x = joined_.get();
+        x_stride = row_stride_;
+      }
+      const Rows in = prepared(thread, lead_.fc, x, x_stride, lead_.states_norm, count);
+      pieces(thread, lead_.fc, in, piece(lead_.fc), [&](int first, int panels, const float* out, int64_t stride) {
+        const int n = std::min(panels * 8, s_.hidden - first * 8);
+        for (int t = 0; t < count; ++t)
+          std::memcpy(hidden_.get() + (begin + t) * hidden_stride_ + first * 8, out + t * stride, sizeof(float) * n);
+      });
+    }
+    laps_.end(thread, EMBEDDING);
+  }
+
+  // Inputs of a head's first layer: each row's token beside its state.
+  Rows joined(int thread, const Block& b) {
+    for (int t; (t = pool_.claim()) < b.count;) {
+      float *token = joined_.get() + t * row_stride_, *state = b.hidden + t * hidden_stride_, *normed = token + s_.hidden;
+      run_.embed(embedding_.codes ? embedding_ : head_, !embedding_.codes, b.rows[t].token, s_.embed_scale, token);
+      run_.norm(token, layers_[0].input_norm, s_.norm_eps, s_.hidden, token);
+      run_.norm(state, lead_.state_norm, s_.norm_eps, s_.hidden, normed);
+      if (lead_.norm_before_residual) std::memcpy(state, normed, sizeof(float) * s_.hidden);
+    }
+    pool_.barrier();
+    return prepared(thread, layers_[0].qkv, joined_.get(), row_stride_, nullptr, b.count);
+  }
+
+  // What comes out of the row that ends a chain.
+  float* end(int chain) const { return ends_.get() + chain * hidden_stride_; }
+
+  void ask(Chain& chain, int row, const float* logits, Choose choose) {
+    const float* best = std::max_element(logits, logits + lead_.drafted);
+    const float probability = 1.0f / run_.exp_sum(logits, lead_.drafted, *best);
+    const int32_t place = choose(chain.number, row, static_cast<int32_t>(best - logits), probability);
+    outside_ |= place >= lead_.drafted;  // told when all threads have ended
+    chain.token = place >= 0 && place < lead_.drafted ? lead_.ids[place] : -1;
+  }
+
+  // Rows become positions; those of the drafts that go on follow, each reading what the row before it ended with.
+  void step_on(bool more) {
+    for (const Row& row : rows_) ++row.sequence->length;
+    rows_.clear();
+    for (size_t j = 0; more && j < chains_.size(); ++j) {
+      Chain chain = chains_[j];
+      if (chain.token < 0) continue;
+      float* to = hidden_.get() + rows_.size() * hidden_stride_;
+      if (lead_.norm_output) run_.norm(end(static_cast<int>(j)), norm_, s_.norm_eps, s_.hidden, to);
+      else std::memcpy(to, end(static_cast<int>(j)), sizeof(float) * s_.hidden);
+      chain.row = static_cast<int>(rows_.size());
+      const Part next_one = {chain.sequence, &chain.token, nullptr, 1, 1};
+      chains_[rows_.size()] = chain;
+      rows_.push_back(next(next_one, 0));
+    }
+    chains_.resize(rows_.size());
+  }
+
   bool streams(int i) const { return stream_ && streamed_[i]; }
 
   // Whether a layer's weights are there; all threads get the same answer.
@@ -418,7 +559,8 @@ class Model : Matmuls {
   void run_layer(int thread, int i, const Block& b) {
     const int dims = s_.heads * s_.head_dim, features = static_cast<int>(rounded_up(s_.intermediate, 8));
     const Layer& l = layers_[i];
-    project(thread, i, b.rows, prepared(thread, l.qkv, b.hidden, hidden_stride_, l.input_norm, b.count));
+    project(thread, i, b.rows, s_.states && i == 0 ? joined(thread, b)
+                               : prepared(thread, l.qkv, b.hidden, hidden_stride_, l.input_norm, b.count));
     laps_.end(thread, QKV);
     attend(thread, i, b);
     laps_.end(thread, ATTENTION);
@@ -642,9 +784,13 @@ class Model : Matmuls {
   std::vector<const float*> ropes_;
   Weight embedding_{}, head_{};
   const float* norm_ = nullptr;
+  Lead lead_{};  // of a head
   int64_t hidden_stride_;
   size_t room_ = 0;  // rows of hidden states
   Buffer<float> hidden_, query_, mixed_, gated_, added_, routing_;
+  Buffer<float> joined_, ends_;  // of a head: inputs of its first layer, and what chains end with
+  std::vector<Chain> chains_;
+  bool outside_ = false;  // whether a place was chosen that is not there
   Thread chosen_;  // inputs of a matmul, by choice
   std::vector<Choice> picked_, choices_;  // by row, and by expert
   std::vector<int> order_, expert_begin_, next_, active_;  // place of a picked one among the choices; experts' first
@@ -762,17 +908,34 @@ QSPEC_API int qspec_keep(Sequence* s, const int32_t* path, int count) {
   return qspec::guarded([&] { s->keep(path, count); });
 }
 
+static bool tokens_known(const Model& m, const qspec::Part* parts, int count) {
+  for (int i = 0; i < count; ++i)
+    for (int t = 0; t < parts[i].count; ++t)
+      if (parts[i].tokens[t] < 0 || parts[i].tokens[t] >= m.shape().vocab) return false;
+  return true;
+}
+
 // 0: done; 1: this process was forked from the one whose threads the pool holds; 2: refused, or out of memory; 3: no such
 // token; 4: a layer cannot be read.
 QSPEC_API int qspec_forward(Model* m, const qspec::Part* parts, int count, int last, float* logits, int64_t* best,
                             float* states, const qspec::Taps* taps) {
   if (!m->pool().usable()) return 1;
-  for (int i = 0; i < count; ++i)
-    for (int t = 0; t < parts[i].count; ++t)
-      if (parts[i].tokens[t] < 0 || parts[i].tokens[t] >= m->shape().vocab) return 3;
+  if (!tokens_known(*m, parts, count)) return 3;
   bool read = true;
   if (!qspec::guarded([&] { read = m->forward(parts, count, last, logits, best, states, *taps); })) return 2;
   return read ? 0 : 4;
+}
+
+QSPEC_API int qspec_set_lead(Model* m, const qspec::Lead* lead) {
+  return qspec::guarded([&] { m->set_lead(*lead); });
+}
+
+// As `qspec_forward`, but for 4.
+QSPEC_API int qspec_propose(Model* m, const qspec::Part* parts, int count, const float* states, int most,
+                            qspec::Choose choose, float* logits, int64_t stride) {
+  if (!m->pool().usable()) return 1;
+  if (!tokens_known(*m, parts, count)) return 3;
+  return qspec::guarded([&] { m->draft(parts, count, states, most, choose, logits, stride); }) ? 0 : 2;
 }
 
 // One matmul [rows, n] of float inputs, rounded as the matrix says: for comparison with other implementations.

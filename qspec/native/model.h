@@ -9,7 +9,7 @@ namespace qspec {
 
 struct Shape {
   int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, max_length, rotary, activation, cache, ropes;
-  int32_t experts, experts_per_token, expert_size, normed_routing;
+  int32_t experts, experts_per_token, expert_size, normed_routing, states;  // states: of an EAGLE-3 head; 0: no head
   float norm_eps, attention_scale, embed_scale, attention_cap, logit_cap;
 };
 
@@ -83,6 +83,17 @@ struct Heads {
   const int64_t* ids;
   float* logits;
   int64_t logits_stride;
+};
+
+// What makes a model an EAGLE-3 head: its first layer reads a token, normed by `input_norm`, beside a state, normed by
+// `state_norm`, and its rows begin as fc [hidden, Shape.states] of the target's states or as what came out of the row
+// before. states_norm: gains [states] of a norm over all of them, tap_norms: of one for each of `taps` equal parts; null:
+// none, and never both. ids: which token each row of the model's head is, of which the first `drafted` may be drafted.
+struct Lead {
+  Weight fc;
+  const float *states_norm, *tap_norms, *state_norm;
+  const int64_t* ids;
+  int32_t taps, norm_before_residual, norm_output, drafted;
 };
 
 // Told a chain, the row of `logits` that is its own, the likeliest id there by place, and its probability. Says the place of

@@ -62,17 +62,7 @@ class NativeHeads:
         return None if any(stage is None for stage in stages) else [stage for stage in stages if stage is not None]
 
     def chains(self, hidden_BH: Tensor, tokens: Sequence[int], k: int, choose: Choose) -> None:
-        failed = list[BaseException]()
-
-        def decide(chain: int, row: int, best: int, probability: float) -> int:
-            try:
-                logits_1D = self._logits_RD[row : row + 1, : self._known]
-                place = None if failed else choose(chain, best, probability, logits_1D)
-            except BaseException as error:  # noqa: BLE001 (nothing may cross the C frames)
-                failed.append(error)
-                return -1
-            return -1 if place is None else place
-
+        decide, failed = guarded(choose, self._logits_RD, self._known)
         self._draft(hidden_BH, tokens, [1] * k, decide)
         if failed:
             raise failed[0]
@@ -105,6 +95,26 @@ class NativeHeads:
         if status < 0:
             raise failure("a proposal")
         return list(zip(tokens.split(counts), scores.split(counts), strict=True))
+
+
+def guarded(
+    choose: Choose, logits_RD: Tensor, known: int
+) -> tuple[Callable[[int, int, int, float], int], list[BaseException]]:
+    """`Choose` of native/model.h over rows of logits, of which the first `known` count; and what it raised, if it did.
+
+    No error may cross the frames of C: it ends all chains, and is to be raised behind the call.
+    """
+    failed = list[BaseException]()
+
+    def decide(chain: int, row: int, best: int, probability: float) -> int:
+        try:
+            place = None if failed else choose(chain, best, probability, logits_RD[row : row + 1, :known])
+        except BaseException as error:  # noqa: BLE001 (see above)
+            failed.append(error)
+            return -1
+        return -1 if place is None else place
+
+    return decide, failed
 
 
 def _matrix(packed: Packed | None) -> CMatrix:

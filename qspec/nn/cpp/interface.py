@@ -34,7 +34,7 @@ class CShape(ctypes.Structure):
             ]
         ],
         *[(name, c_int32) for name in ("activation", "cache", "ropes")],
-        *[(name, c_int32) for name in ("experts", "experts_per_token", "expert_size", "normed_routing")],
+        *[(name, c_int32) for name in ("experts", "experts_per_token", "expert_size", "normed_routing", "states")],
         *[(name, c_float) for name in ("norm_eps", "attention_scale", "embed_scale", "attention_cap", "logit_cap")],
     ]
 
@@ -120,6 +120,16 @@ class CHeads(ctypes.Structure):
         ("ids", c_void_p),
         ("logits", c_void_p),
         ("logits_stride", c_int64),
+    ]
+
+
+class CLead(ctypes.Structure):
+    """`Lead` of native/model.h."""
+
+    _fields_ = [
+        ("fc", CMatrix),
+        *[(name, c_void_p) for name in ("states_norm", "tap_norms", "state_norm", "ids")],
+        *[(name, c_int32) for name in ("taps", "norm_before_residual", "norm_output", "drafted")],
     ]
 
 
@@ -235,6 +245,11 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "qspec_draft": (
             c_int,
             [c_void_p, c_void_p, POINTER(c_int64), c_int, POINTER(c_int32), c_int, CHOOSE, c_void_p, c_void_p],
+        ),
+        "qspec_set_lead": (c_int, [c_void_p, POINTER(CLead)]),
+        "qspec_propose": (
+            c_int,
+            [c_void_p, POINTER(CPart), c_int, c_void_p, c_int, CHOOSE, c_void_p, c_int64],
         ),
         "qspec_linear": (c_int, [c_void_p, c_char_p, POINTER(CMatrix), c_void_p, c_int, c_void_p]),
     }

@@ -13,7 +13,7 @@ from qspec.plan import KVScheme
 from qspec.records import EMBEDDING, ArchMap, LoadedModel, QLinear, QuantizedModel
 
 _FLOAT_CACHE, _INT8_CACHE, _FP8_CACHE = range(3)
-_MOST_HEAD = 256
+MOST_HEAD = 256
 """Head size that a thread has room for: `MOST_PANELS` of native/model.cpp."""
 
 
@@ -73,7 +73,7 @@ def arch_obstacle(arch: ArchMap) -> str | None:
     reasons = {
         "a rotation in front of down_proj": arch.down_hadamard,
         f"head size {arch.head_dim}, no multiple of 8": arch.head_dim % 8 != 0,
-        f"head size {arch.head_dim}, above {_MOST_HEAD}": arch.head_dim > _MOST_HEAD,
+        f"head size {arch.head_dim}, above {MOST_HEAD}": arch.head_dim > MOST_HEAD,
         "norms after a mixture of experts": arch.n_experts > 0 and arch.post_norms,
         "a piece of a model": not arch.has_head or arch.first_layer != 0,
     }
@@ -143,6 +143,7 @@ def shape_of(arch: ArchMap, max_length: int, cache: int) -> CShape:
         arch.experts_per_token,
         arch.expert_size,
         int(arch.normed_routing),
+        0,
         arch.norm_eps,
         arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
         arch.embed_scale,
