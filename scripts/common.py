@@ -11,6 +11,7 @@ import torch
 
 from qspec.eval_files import eval_dir
 from qspec.provenance import atomic_write, digest_of
+from scripts.measured import code_state
 
 
 def read_options(
@@ -37,7 +38,7 @@ def digest(settings: Any) -> str:
 
 
 def write_baseline(path: Path, environment: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write {environment, rows}, a line per row."""
+    """Write {environment, rows}, a line per row; a new environment gets the date and the commit of the code."""
     text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    facts = json.dumps(environment, indent=1)
+    facts = json.dumps(code_state() | dict(environment), indent=1)
     atomic_write(path, f'{{"environment": {facts},\n"rows": [\n{text}\n]}}\n')

@@ -18,10 +18,11 @@ from qspec.eval_files import eval_dir
 from qspec.numerics.statistics.student import mean_interval
 from qspec.provenance import atomic_write
 from qspec.schema.results import Results
+from scripts.measured import list_of_claims
 
 Row = Mapping[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("cpu", "fidelity")))
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("cpu", "fidelity", "measured")))
 CORPORA = {"wikitext2": "WikiText-2", "code": "code", "pud_zh": "Chinese", "pud_ko": "Korean"}
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
 
@@ -360,6 +361,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         temperature,
         ablation,
         kv,
+        list_of_claims,
     )
 }
 
