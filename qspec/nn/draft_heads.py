@@ -1,4 +1,4 @@
-"""Drafting with heads: stage after stage by torch; `cpp.heads` does the same in one call.
+"""Drafting with heads: stage after stage by torch; `cpp.heads` and `cpp.eagle3` do the same in one call.
 
 Letters: B sequences, T rows, S states of a row, P paths, K tokens of a path, D ids that can be drafted.
 """
@@ -9,10 +9,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from qspec.nn.cpp.eagle3 import NativeChains
 from qspec.nn.cpp.heads import Choose, NativeHeads
 from qspec.nn.eagle3 import Eagle3, HeadCache, JoinedCaches
+from qspec.nn.lm import LM, ThreadedLM
 from qspec.nn.mlp_speculator import MLPSpeculator
 
+MOST_DRAFTS = 64
+"""Slots behind the target's last position: drafts that it has no room for are cut off when they are made."""
 READ = 256
 """Rows of a text that go through a head together: bounds the mask of its attention."""
 
@@ -75,7 +79,9 @@ def draft_heads(head: MLPSpeculator, ids_D: Tensor, known: int) -> DraftHeads:
 class HeadSlots(Protocol):
     """The cache of an EAGLE-3 head for one sequence."""
 
-    length: int
+    @property
+    def length(self) -> int:
+        """Slots that are filled."""
 
     def truncate(self, length: int) -> None:
         """Forget all slots from `length` on."""
@@ -147,6 +153,9 @@ class EagerEagle3:
         return self._head.run(f_TH, tokens_T, torch.cat(ends), JoinedCaches(caches, counts))
 
 
-def eagle3_chains(head: Eagle3, ids_D: Tensor, known: int) -> Eagle3Chains[Any]:
-    """The fastest way to run this head here."""
-    return EagerEagle3(head, ids_D, known)
+def eagle3_chains(head: Eagle3, ids_D: Tensor, known: int, target: LM) -> Eagle3Chains[Any]:
+    """The fastest way to run this head here, behind sequences as long as the target's, on as many threads."""
+    if not NativeChains.runs(head):
+        return EagerEagle3(head, ids_D, known)
+    threads = target.threads if isinstance(target, ThreadedLM) else torch.get_num_threads()
+    return NativeChains.shared(head, known, target.max_length + MOST_DRAFTS, threads)

@@ -1,10 +1,11 @@
 """An EAGLE-3 head in C++ (`qspec/native/model.cpp`): true rows and a whole chain of drafts are one call.
 
-The eager twin is `nn.eagle3.EagerChains`. Each matrix may be INT8 or float; none is copied once it is packed.
+The eager twin is `nn.draft_heads.EagerEagle3`. Each matrix may be INT8 or float; none is copied once it is packed.
 """
 
 from collections.abc import Sequence
 from ctypes import byref, c_void_p
+import os
 import weakref
 
 import torch
@@ -39,7 +40,7 @@ _FORKED, _FAILED, _BAD_TOKEN = 1, 2, 3
 
 
 class NativeSlots:
-    """Keys and values of one sequence of a head; implements `nn.eagle3.Slots`."""
+    """Keys and values of one sequence of a head; implements `nn.draft_heads.HeadSlots`."""
 
     def __init__(self, chains: "NativeChains") -> None:
         self._lib, self.handle = library(), c_void_p(library().qspec_sequence(chains.handle))
@@ -49,7 +50,8 @@ class NativeSlots:
 
     @property
     def length(self) -> int:
-        return int(self._lib.qspec_length(self.handle))
+        length: int = self._lib.qspec_length(self.handle)
+        return length
 
     def truncate(self, length: int) -> None:
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length}"
@@ -63,14 +65,14 @@ def _end_sequence(chains: "NativeChains", handle: c_void_p) -> None:
 
 
 class NativeChains:
-    """Implements `nn.eagle3.Eagle3Chains`. One call at a time."""
+    """Implements `nn.draft_heads.Eagle3Chains`. One call at a time."""
 
-    def __init__(self, head: Eagle3, known: int, max_length: int, isa: str | None = None) -> None:
+    def __init__(self, head: Eagle3, known: int, max_length: int, threads: int = 1, isa: str | None = None) -> None:
         """known: how many of the head's ids may be drafted; max_length: slots of a cache; isa: instruction set by name.
 
-        Threads are torch's at this moment. The head must be one that `runs` takes.
+        The head must be one that `runs` takes.
         """
-        s, self._lib, self._pool = head.shape, library(), pool_of(torch.get_num_threads())
+        s, self._lib, self._pool = head.shape, library(), pool_of(threads)
         shape = CShape(
             *(s.n_layers, s.hidden_size, s.intermediate_size, s.n_heads, s.n_kv_heads, s.head_dim, s.vocab_size),
             *(max_length, s.head_dim, 0, 0, 1, 0, 0, 0, 0, s.states),
@@ -103,6 +105,14 @@ class NativeChains:
         merged = [_members(group, *names) for group in groups for names in (_QKV, _GATE_UP) if hasattr(group, names[0])]
         return all(len({member_form(member) for member in members}) == 1 for members in merged)
 
+    @classmethod
+    def shared(cls, head: Eagle3, known: int, max_length: int, threads: int) -> "NativeChains":
+        """The same object for the same arguments, as long as the head lives: its weights are packed once."""
+        made, key = _MADE.setdefault(head, {}), (os.getpid(), known, max_length, threads)
+        if key not in made:
+            made[key] = cls(head, known, max_length, threads)
+        return made[key]
+
     def cache(self) -> NativeSlots:
         """An empty sequence."""
         return NativeSlots(self)
@@ -115,7 +125,6 @@ class NativeChains:
         k: int,
         choose: Choose,
     ) -> None:
-        """Append rows of true states and the tokens behind them, then draft: `nn.eagle3.Eagle3Chains`."""
         flat = [tokens_T.to("cpu", torch.int64).contiguous() for tokens_T in tokens]
         states_TS = torch.cat([states_TS.to("cpu", torch.float32) for states_TS in states])
         rows = sum(map(len, flat))
@@ -183,6 +192,7 @@ class NativeChains:
             raise failure("an EAGLE-3 head")
 
 
+_MADE: "weakref.WeakKeyDictionary[Eagle3, dict[tuple[int, ...], NativeChains]]" = weakref.WeakKeyDictionary()
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 

@@ -30,8 +30,7 @@ class Eagle3Drafter:
     def __init__(self, head: Eagle3, eos_ids: Collection[int] = (), tokens: int | None = None) -> None:
         self._head, self._eos_ids = head, frozenset(eos_ids)
         self._ids = DraftIds.below(tokens, head.ids_D, head.shape.vocab_size)
-        self._chains = eagle3_chains(head, self._ids.ids_D, self._ids.known)
-        self._cache, self._true = self._chains.cache(), 0  # slots written from the target's states
+        self._true = 0  # slots written from the target's states
         self._target: TappedLM | None = None
 
     @property
@@ -39,7 +38,7 @@ class Eagle3Drafter:
         return self._head
 
     def group(self) -> Hashable:
-        return self._head, self._ids.known
+        return self._head, self._ids.known, None if self._target is None else self._target.max_length
 
     def follow(self, target: LM) -> None:
         """Read the states of this sequence from now on. Raises `RecipeError` for a model that does not tell them."""
@@ -47,11 +46,12 @@ class Eagle3Drafter:
             rule = f"{type(target).__name__} does not tell the states of its layers"
             raise RecipeError("an EAGLE-3 head", rule, "draft with another kind for it")
         target.tap(self._head.shape.taps)
-        self._target = target
+        self._target, self._true = target, 0
+        self._chains = eagle3_chains(self._head, self._ids.ids_D, self._ids.known, target)
+        self._cache = self._chains.cache()
 
     def reset(self) -> None:
-        self._cache.truncate(0)
-        self._true = 0
+        """`follow` begins with an empty cache."""
 
     def propose(
         self,

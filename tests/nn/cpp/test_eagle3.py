@@ -12,9 +12,11 @@ from qspec.nn.cpp.decoder import NativeDecoder
 from qspec.nn.cpp.eagle3 import NativeChains
 from qspec.nn.cpp.int8_map import Int8Map
 from qspec.nn.cpp.interface import instruction_sets
-from qspec.nn.eagle3 import Eagle3, Eagle3Shape, HeadCache
+from qspec.nn.draft_heads import EagerEagle3, eagle3_chains
+from qspec.nn.eagle3 import Eagle3, Eagle3Shape
 from qspec.nn.mlp_speculator import swap_linears
 from tests.nn.test_eagle3 import FLAGS, IDS_D, SHAPE, a_head
+from tests.speculation.toys import TableLM, table
 
 LENGTH, K = 90, 3
 KNOWN = 11
@@ -43,21 +45,6 @@ class Asked:
         return best
 
 
-def eager(head: Eagle3, caches: list[HeadCache], states: list[Tensor], tokens: list[Tensor], asked: Asked) -> None:
-    """Chain after chain, row after row, by the module alone."""
-    ids_D = torch.arange(head.shape.vocab_size) if head.ids_D is None else head.ids_D
-    for j, cache in enumerate(caches):
-        f_TH, tokens_T = head.fuse(states[j]), tokens[j]
-        for _ in range(K):
-            positions_T = torch.arange(cache.length, cache.length + len(tokens_T))
-            y_1H = head.run(f_TH, tokens_T, positions_T, cache)[-1:]
-            logits_1D = head.logits(y_1H)[:, :KNOWN]
-            best = int(logits_1D.argmax())
-            if asked(j, best, float(logits_1D.softmax(-1).max()), logits_1D) is None:
-                break
-            f_TH, tokens_T = head.feed(y_1H), ids_D[[best]]
-
-
 def rows(shape: Eagle3Shape, counts: Sequence[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     states = [torch.randn(n, shape.states, generator=generator) for n in counts]
@@ -66,14 +53,15 @@ def rows(shape: Eagle3Shape, counts: Sequence[int], seed: int) -> tuple[list[Ten
 
 def compared(head: Eagle3, tolerance: float, isa: str | None = None) -> None:
     """Prompts of several sizes, then a second call behind roll-backs: every logit that either half is asked about."""
-    native = NativeChains(head, KNOWN, LENGTH, isa)
-    theirs, own = [native.cache() for _ in range(3)], [HeadCache(head.shape) for _ in range(3)]
+    ids_D = torch.arange(head.shape.vocab_size) if head.ids_D is None else head.ids_D
+    native, eager = NativeChains(head, KNOWN, LENGTH, torch.get_num_threads(), isa), EagerEagle3(head, ids_D, KNOWN)
+    theirs, own = [native.cache() for _ in range(3)], [eager.cache() for _ in range(3)]
     for turn, counts in enumerate([(1, 70, 5), (2, 1, 3)]):
         states, tokens = rows(head.shape, counts, turn)
         ends = (K, 0, 1)
         expected, found = Asked(ends), Asked(ends)
         true = [cache.length + n for cache, n in zip(own, counts, strict=True)]
-        eager(head, own, states, tokens, expected)
+        eager.chains(own, states, tokens, K, expected)
         native.chains(theirs, states, tokens, K, found)
         assert found.tokens == expected.tokens
         for a, b in zip(found.logits, expected.logits, strict=True):
@@ -114,6 +102,14 @@ def test_threads_share_the_work() -> None:
             compared(a_head(), 1e-4)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_drafters_of_one_target_share_a_head() -> None:
+    """Would catch weights that are packed for every request, and batches whose caches belong to different heads."""
+    head = a_head()
+    one, other = (eagle3_chains(head, IDS_D, KNOWN, TableLM(table(1, 6))) for _ in range(2))
+    assert isinstance(one, NativeChains)
+    assert one is other
 
 
 def test_what_a_chooser_raises_ends_the_call() -> None:
