@@ -25,8 +25,8 @@ from qspec.measure.evaluate import compare
 from qspec.models.layers import truncate_layers
 from qspec.nn.eager.decoder import Decoder
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, initialize
+from qspec.pair.drafters.registry import kind_of
 from qspec.pair.exports import transformers_snippet
-from qspec.pair.head import head_folder
 from qspec.pair.open import open_pair
 from qspec.pair.package import package
 from qspec.planning.compatibility import compatibility
@@ -119,11 +119,11 @@ def test_T22_a_drafts_head_is_kept_until_it_is_asked_for_and_its_price_told(llam
 def test_T26_a_head_of_another_vocabulary_is_refused(head: Path, llama: Path) -> None:
     """A speculator's configuration held its own vocabulary in place of the verifier's, and its ids meant others."""
     draft, arch = MlpDraft.model_validate(head_draft(head)), load(llama).arch
-    assert head_folder(draft, arch) == head
+    assert kind_of(draft).require_files(arch) == head
     path = head / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 301}))
     with pytest.raises(RecipeError, match=r"vocab_size 300: but its config\.json says 301"):
-        head_folder(draft, arch)
+        kind_of(draft).require_files(arch)
 
 
 def test_T27_a_head_is_kept_for_its_acceptance_not_for_its_loss(

@@ -22,6 +22,7 @@ from qspec.readable import size
 from qspec.records import Tokenizer
 from qspec.report.document import Block, Details, Document, Heading, Table
 from qspec.report.render.text import table_lines
+from qspec.schema.drafts import DRAFTS
 from qspec.schema.manifest import NAME
 from qspec.schema.problems import validate
 from qspec.schema.quantization import ModelSpec
@@ -131,7 +132,8 @@ def _about(view: ModelView | PairView) -> str:
     if isinstance(view, PairView):
         parts = [f"{half.name} {size(half.bytes)}" for half in view.halves]
         if view.draft is not None and len(view.halves) == 1:
-            parts.append(f"draft {view.draft}" if view.draft == "mlp_speculator" else f"draft {view.draft}: no weights")
+            none = "" if DRAFTS[view.draft].drafts_from != "text" else ": no weights"
+            parts.append(f"draft {view.draft}{none}")
     else:
         parts = [
             f"{view.model_type}, {view.decoder_layers} decoder layers",

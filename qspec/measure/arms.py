@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from qspec.bridges import compressed
-from qspec.bridges.heads import speculator
 from qspec.measure.arm import Arm
 from qspec.measure.evaluate import evaluate
 from qspec.measure.quality import Drafts, HeadDrafts, ModelDrafts, measure_answers, measure_draft
@@ -17,8 +16,7 @@ from qspec.nn.engines import AnyDecoder, engine_name
 from qspec.numerics.roofline import PassCost
 from qspec.pair.check import Subject, provenance
 from qspec.pair.drafters.kind import Weights
-from qspec.pair.drafters.registry import draft_policy, kind_of
-from qspec.pair.head import target_rows
+from qspec.pair.drafters.registry import draft_policy, head_drafter, kind_of
 from qspec.pair.open import LoadedPair, compute_dtype, engine_options, open_fitting
 from qspec.planning.planned import computed_with
 from qspec.progress import Progress
@@ -95,7 +93,7 @@ def _width(recipe: Recipe) -> int:
 
 @dataclass(frozen=True)
 class Originals:
-    """The models as they came; `draft` is None for a draft without weights, or with a speculator's `head`."""
+    """The models as they came; `draft` is None for a draft without weights, or with a `head`."""
 
     target: LoadedModel
     draft: LoadedModel | None
@@ -140,7 +138,10 @@ class Arms:
         """The draft as it came beside the packaged one; None without weights, or where the pair alone has it."""
         pair, packaged, folder = self.pair, self.pair.draft.fork(), self.originals.head
         if packaged.head is not None and folder is not None:
-            return HeadDrafts(speculator.read(folder, *target_rows(pair.model)), packaged.head, pair.target.max_length)
+            kind = kind_of(pair.recipe.draft)
+            halves = (kind.unrounded(folder, pair.model), packaged)
+            heads = [head_drafter(kind, weights, pair.model) for weights in halves]
+            return HeadDrafts(heads[0], heads[1], pair.target.max_length)
         if packaged.decoder is None or self.original_draft is None:
             return None
         return ModelDrafts(self.original_draft, packaged.decoder)

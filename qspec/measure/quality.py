@@ -14,14 +14,14 @@ from torch.nn.functional import pad
 
 from qspec.bridges.text import windows
 from qspec.measure.fidelity import CHUNK
-from qspec.nn.lm import LM, HiddenLM
-from qspec.nn.mlp_speculator import MLPSpeculator
+from qspec.nn.lm import LM
 from qspec.numerics.statistics.fidelity import kl_divergence, sum_of_minima, top1_agreement
 from qspec.numerics.statistics.student import mean_interval
 from qspec.progress import Progress
 from qspec.records import Tokenizer
 from qspec.schema.recipe import FidelitySpec
 from qspec.schema.results import Answer, Answers, DraftFidelity, Measurement, Scalar
+from qspec.speculation.types import HeadDrafter
 
 ANSWERS, BEGINNING, LENGTH = 4, 32, 32
 """Short answers: how many, the tokens of held-out text before each, and the tokens of each."""
@@ -37,8 +37,8 @@ class Drafts(Protocol):
     @property
     def max_length(self) -> int: ...
 
-    def begin(self) -> None:
-        """Forget the text before."""
+    def begin(self, target: LM) -> None:
+        """Forget the text before; `target` is what will read the next one."""
 
     def logits(self, target: LM, tokens_T: Tensor, target_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits `[t, V]` behind the same places of a text by target, original and packaged draft, `t` at most T.
@@ -58,7 +58,7 @@ class ModelDrafts:
     def max_length(self) -> int:
         return min(self.original.max_length, self.packaged.max_length)
 
-    def begin(self) -> None:
+    def begin(self, target: LM) -> None:
         for lm in (self.original, self.packaged):
             lm.truncate(0)
 
@@ -69,26 +69,18 @@ class ModelDrafts:
 
 @dataclass(frozen=True)
 class HeadDrafts:
-    """Speculator heads, of which the first is compared: it drafts from the target's state and one more token."""
+    """Heads, whose first drafts are compared: they read the target's states and one more token."""
 
-    original: MLPSpeculator
-    packaged: MLPSpeculator
+    original: HeadDrafter
+    packaged: HeadDrafter
     max_length: int
 
-    def begin(self) -> None:
-        """Nothing of a text is kept."""
+    def begin(self, target: LM) -> None:
+        for drafter in (self.original, self.packaged):
+            drafter.follow(target)
 
     def logits(self, target: LM, tokens_T: Tensor, target_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert isinstance(target, HiddenLM), "a target of a speculator tells its hidden states"
-        hidden_TH = target.hidden(len(tokens_T)).cpu()[:-1]
-        drafted = []
-        for head in (self.original, self.packaged):
-            logits_TD = head.advance(0, head.begin(hidden_TH), tokens_T[1:])[1]
-            wide_TV = torch.full((len(logits_TD), target_TV.shape[1]), -math.inf)
-            ids_D = torch.arange(logits_TD.shape[1]) if head.ids_D is None else head.ids_D
-            wide_TV[:, ids_D] = logits_TD
-            drafted.append(wide_TV)
-        return target_TV[1:], drafted[0], drafted[1]
+        return target_TV[1:], self.original.first(tokens_T), self.packaged.first(tokens_T)
 
 
 def measure_answers(
@@ -174,7 +166,7 @@ def measure_draft(
 def _window(target: LM, drafts: Drafts, tokens: list[int]) -> Tensor:
     """Means over the places of a window: KL, agreement, acceptance of the packaged draft and of the original one."""
     target.truncate(0)
-    drafts.begin()
+    drafts.begin(target)
     parts = list[Tensor]()
     for start in range(0, len(tokens), CHUNK):
         tokens_T = torch.tensor(tokens[start : start + CHUNK])

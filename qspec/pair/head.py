@@ -1,8 +1,9 @@
-"""A recipe's MLP speculator: the head as it was trained, fitted to its target, in INT8; or a new one, trained here."""
+"""A recipe's head: as it was trained, fitted to its target, in INT8; or the sizes of a new one, to be trained here."""
 
 from pathlib import Path
+from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qspec.bridges.compressed import lint_scale
 from qspec.bridges.heads import speculator
@@ -11,11 +12,13 @@ from qspec.bridges.tensors import read_tensors
 from qspec.errors import IntegrityError, OutputError, RecipeError
 from qspec.models.load import locate
 from qspec.nn.cpp.int8_map import Int8Map
+from qspec.nn.eagle3 import Eagle3Shape
 from qspec.nn.mlp_speculator import MLPSpeculator, SpeculatorShape, swap_linears
 from qspec.records import EMBEDDING, HEAD, ArchMap, LoadedModel, QuantizedModel
-from qspec.schema.drafts import MlpDraft
+from qspec.schema.drafts import Eagle3Draft, MlpDraft
 from qspec.schema.quantization import ModelSpec
 
+Head = TypeVar("Head", bound=nn.Module)
 _FETCH = "fetch an intact copy of the pair"
 _MOST_FLOAT = 2.0**24
 """Largest magnitude of a number that is stored as a float: no model has one near it, and products overflow beyond."""
@@ -35,12 +38,25 @@ def shape_of(draft: MlpDraft, arch: ArchMap) -> SpeculatorShape:
     )
 
 
-def head_folder(draft: MlpDraft, arch: ArchMap) -> Path:
-    """Where the head lies, fetched if need be. Raises `SourceError`, and `RecipeError` for one of other sizes."""
-    spec = ModelSpec(model=draft.model, revision=draft.revision)
-    folder = locate(spec).path or fetch_model(draft.model, draft.revision)[0]
-    require_shape(folder, draft, arch)
-    return folder
+def eagle3_shape(draft: Eagle3Draft, arch: ArchMap) -> Eagle3Shape:
+    """Sizes of a new EAGLE-3 head: one layer like the target's, its embedding the target's."""
+    n = arch.n_layers
+    return Eagle3Shape(
+        arch.hidden_size,
+        arch.hidden_size,
+        draft.taps or tuple(sorted({2, n // 2, n - 3})),
+        arch.intermediate_size,
+        arch.n_heads,
+        arch.n_kv_heads,
+        arch.head_dim,
+        arch.vocab_size,
+        draft.draft_vocab if draft.draft_vocab < arch.vocab_size else 0,
+    )
+
+
+def head_folder(spec: ModelSpec) -> Path:
+    """Where a head lies, fetched if need be. Raises `SourceError`."""
+    return locate(spec).path or fetch_model(spec.model, spec.revision)[0]
 
 
 def require_shape(folder: Path, draft: MlpDraft, arch: ArchMap) -> None:
@@ -56,7 +72,11 @@ def require_shape(folder: Path, draft: MlpDraft, arch: ArchMap) -> None:
 
 def open_head(folder: Path, target: LoadedModel | QuantizedModel) -> MLPSpeculator:
     """A stored head for a target, every linear layer in INT8: those stored as float, and shared rows, are rounded."""
-    head = speculator.read(folder, *target_rows(target))
+    return rounded(speculator.read(folder, *target_rows(target)))
+
+
+def rounded(head: Head) -> Head:
+    """The same head, every linear layer in INT8."""
     swap_linears(head, lambda linear: Int8Map.rounded(linear.weight))
     return head
 
@@ -74,10 +94,15 @@ def check_head(folder: Path, target: QuantizedModel) -> str:
     embedding_VH = target.tensors[EMBEDDING]
     check_scales(folder)
     head = speculator.read(folder, embedding_VH, embedding_VH)
-    for name, tensor in head.named_parameters():
-        check_floats(name, tensor)
+    check_numbers(head)
     s = head.shape
     return f"draft: {s.n_predict} speculator heads for {s.drafted} of {s.vocab_size} ids; every number is usable"
+
+
+def check_numbers(head: nn.Module) -> None:
+    """Look at every float of a head; raises `IntegrityError`."""
+    for name, tensor in head.named_parameters():
+        check_floats(name, tensor)
 
 
 def check_floats(name: str, tensor: Tensor) -> None:

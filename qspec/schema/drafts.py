@@ -3,6 +3,7 @@
 What a kind does stands in `pair.drafters`.
 """
 
+from itertools import pairwise
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -255,11 +256,43 @@ class MlpDraft(DraftSpec):
             raise ValueError("training.start: target is for rows of its own, shared ones are the target's; omit it")
 
 
+class Eagle3Draft(DraftSpec):
+    """An EAGLE-3 head (arXiv 2503.01840), whose sizes and switches are those of its `config.json`.
+
+    `model`: a folder, `package:…` or Hub id, as of a target. `taps`: the target's layers whose entering residuals it
+    reads, as vLLM counts; empty for those that its file names (of heads whose ids are layers' outputs, one more than
+    there). `draft_vocab`: ids that it can draft; 0 for whatever the file says, of a new head for all.
+    """
+
+    drafts_from = "states"
+    trained_as = "head"
+    kind: Literal["eagle3"]
+    model: str = Field(min_length=1)
+    revision: str | None = None
+    taps: tuple[Annotated[int, Field(ge=0, le=MOST)], ...] = ()
+    draft_vocab: int = Field(default=0, ge=0, le=MOST)
+    lookup: Lookup = "none"
+
+    @property
+    def source(self) -> ModelSpec:
+        return ModelSpec(model=self.model, revision=self.revision)
+
+    @property
+    def first(self) -> Lookup:
+        return self.lookup
+
+    @rule
+    def _rising(self) -> None:
+        if any(low >= high for low, high in pairwise(self.taps)):
+            raise ValueError(f"taps {list(self.taps)} must name different layers in rising order; sort them")
+
+
 DRAFTS: dict[str, type[DraftSpec]] = {
     "model": ModelDraft,
     "self": SelfDraft,
     "ngram": NgramDraft,
     "suffix": SuffixDraft,
     "mlp_speculator": MlpDraft,
+    "eagle3": Eagle3Draft,
 }
 """The class of every kind. One that is added is known to recipes from `Recipe.model_rebuild(force=True)` on."""

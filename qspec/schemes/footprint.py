@@ -11,6 +11,7 @@ from qspec.bridges.layout import tensor_shapes
 from qspec.memory import Need
 from qspec.models.load import source_dtype
 from qspec.nn.eager.kv_window import window_length
+from qspec.nn.eagle3 import Eagle3Shape
 from qspec.numerics.quantization.blocks import scale_shape
 from qspec.numerics.quantization.kv_blocks import BlockCode, outlier_count
 from qspec.numerics.quantization.outliers import stored_bytes
@@ -169,6 +170,27 @@ def mlp_footprint(draft: MlpDraft, arch: ArchMap, width: int) -> Footprint:
         other_bytes=norms * width,
         parameters=heads * (table + out) + projection + norms,
         cost=PassCost(step, 0, 2 * step, 0),
+    )
+
+
+def eagle3_footprint(shape: Eagle3Shape, width: int) -> Footprint:
+    """Footprint of an EAGLE-3 head in INT8, an embedding of its own in float; `cost` is that of one drafted token.
+
+    The fusion of the target's states is read once a proposal, and not counted there. KV is kept in float32.
+    """
+    queries, keys, size = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.hidden_size
+    layer = (queries + 2 * keys) * size + queries * size + 3 * size * shape.intermediate_size
+    step = shape.n_layers * layer + (queries + 2 * keys) * size + shape.drafted * size
+    fusion, norms = shape.states * size, (2 + 2 * shape.n_layers) * size
+    table = shape.vocab_size * size if shape.own_embedding else 0
+    layers = ("fc", *(f"layers.{i}" for i in range(shape.n_layers)), "lm_head")
+    kv = 2 * shape.n_layers * keys * torch.float32.itemsize
+    return Footprint(
+        {"W8A8": Group(layers, step + fusion, step + fusion)},
+        embedding_bytes=table * width,
+        other_bytes=norms * width,
+        parameters=step + fusion + norms + table,
+        cost=PassCost(step, kv, 2 * step, 4 * shape.n_layers * queries),
     )
 
 

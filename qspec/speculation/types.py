@@ -204,6 +204,18 @@ class Follower(Protocol):
         """Read this sequence of the target from now on: called before the first proposal of every request."""
 
 
+@runtime_checkable
+class HeadDrafter(Drafter, Follower, Protocol):
+    """A drafter by a head, which reads states of its target."""
+
+    def first(self, tokens_T: Tensor) -> Tensor:
+        """Logits `[T - 1, V]` of the first draft behind each of the newest T tokens of the target, but for the first.
+
+        The target's latest pass has read these. Minus infinity for ids that the head does not draft. A head with a
+        cache sees no earlier token.
+        """
+
+
 class DraftLength(Protocol):
     """Policy for how many tokens to draft next."""
 

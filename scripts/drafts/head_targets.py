@@ -102,7 +102,7 @@ def main() -> None:
         folders[name] = train_draft(recipe, WORK / name, progress)
         targets[name] = compressed.read(next((WORK / name).glob("target-*")))
     assert isinstance(recipe.draft, MlpDraft)
-    folders["quantized, as shipped"] = head_folder(recipe.draft, targets["quantized"].arch)
+    folders["quantized, as shipped"] = head_folder(recipe.draft.source)
     rows = list[Row]()
     for target, model in targets.items():
         heads = {name: open_head(folder, model) for name, folder in folders.items()}

@@ -101,7 +101,7 @@ def measured(
     progress: Progress,
 ) -> Iterator[Run]:
     """Answers of every prompt, the drafters in turn."""
-    assert pair.draft.head is not None
+    assert isinstance(pair.draft.head, MLPSpeculator)
     k = pair.draft.head.shape.n_predict
     for i, request in enumerate(requests):
         for name, drafter in arms.items():
@@ -149,7 +149,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     pair, progress = open_pair(options.pair), Progress()
-    assert pair.draft.head is not None, f"{options.pair} has no speculator head"
+    assert isinstance(pair.draft.head, MLPSpeculator), f"{options.pair} has no speculator head"
     spec = BenchmarkSpec(per_category=options.per_category, categories=CATEGORIES, max_new_tokens=options.tokens)
     requests = load_requests(spec, pair.model.tokenizer, 1024 - options.tokens)[0]
     facts = read_config(options.pair / "draft")["qspec"]

@@ -22,6 +22,7 @@ from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import FidelitySpec
 from qspec.schema.results import DraftFidelity
 from qspec.schemes.build import build_plan
+from qspec.speculation.drafters.mlp import MlpDrafter
 from tests.arms import Parrot
 from tests.observed import load
 from tests.tiny import TEXT, tiny_model
@@ -150,7 +151,7 @@ def heads(model: LoadedModel, damage: float | None = None) -> HeadDrafts:
     swap_linears(made[1], lambda linear: Int8Map.rounded(linear.weight))
     if damage is not None:
         made[1].proj[0].weight.scale.mul_(damage)
-    return HeadDrafts(made[0], made[1], LENGTH)
+    return HeadDrafts(MlpDrafter(made[0]), MlpDrafter(made[1]), LENGTH)
 
 
 def test_heads_are_compared_behind_the_targets_states(model: LoadedModel, text: FidelitySpec) -> None:
@@ -168,10 +169,11 @@ def test_a_head_drafts_the_token_behind_the_next(model: LoadedModel, text: Fidel
     target, drafts = open_decoder(model, max_length=LENGTH), heads(model)
     tokens_T = torch.arange(5, 25)
     target.truncate(0)
+    drafts.begin(target)
     laws = drafts.logits(target, tokens_T, target.forward(tokens_T))
     target.truncate(0)
     target.forward(tokens_T[:8])
-    state = drafts.original.begin(target.hidden())
-    expected = drafts.original.advance(0, state, tokens_T[8:9])[1]
+    head = drafts.original.head
+    expected = head.advance(0, head.begin(target.hidden()), tokens_T[8:9])[1]
     assert torch.allclose(laws[1][7], expected[0], atol=1e-4)
     assert torch.allclose(laws[0][7], target.forward(tokens_T[8:9])[0], atol=1e-4)

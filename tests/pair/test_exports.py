@@ -87,6 +87,20 @@ def test_mlp_speculators_are_served_by_the_plugin():
     assert json.loads(words[words.index("--additional-config") + 1]) == {FOLDER_KEY: "pair/draft"}
 
 
+def test_eagle3_heads_are_served_by_their_method():
+    """Would catch a method that vLLM guesses from the path, and a draft length that it has no default for."""
+    r = recipe(draft={"kind": "eagle3", "model": "org/head", "lookup": "suffix"})
+    config = {"method": "eagle3", "model": "draft", "num_speculative_tokens": 5}
+    assert vllm_speculative_config(r) == config
+    words = shlex.split(vllm_command(r))
+    assert json.loads(words[words.index("--speculative-config") + 1]) == config | {"model": "pair/draft"}
+    served, detail = line(r, "vllm", "draft")
+    assert served
+    assert "--speculative-algorithm EAGLE3 --speculative-num-steps 5" in detail
+    assert "it drafts with the head alone, without lookup" in detail
+    assert line(r, "transformers", "draft") == (False, "has no EAGLE-3 head")
+
+
 def test_truncated_self_drafts_are_ordinary_checkpoints():
     """Would catch a claim that a layer-skipping draft needs a special runtime."""
     assert "ordinary checkpoint with 4 layers" in line(recipe(draft={"kind": "self", "layers": 4}), "vllm", "draft")[1]

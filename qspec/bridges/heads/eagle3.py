@@ -115,14 +115,18 @@ def write(
     form: Format = "native",
     verifier: str = "",
     steps: int = 3,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a head: `facts` go into `config.json` under `qspec`. verifier, steps: name of the target and draft length,
-    which the format of speculators tells servers.
+    which the format of speculators tells servers. dtype: of matrices that are not INT8; norms stay in float32.
 
-    INT8 layers are written as codes and scales, and declared as compressed-tensors does; all else keeps its type.
+    INT8 layers are written as codes and scales, and declared as compressed-tensors does.
     """
     shape, names = head.shape, _names(head.shape.n_layers, form)
-    tensors = stored_tensors(head, names)
+    tensors = {
+        name: tensor.to(dtype) if tensor.dim() == 2 and tensor.is_floating_point() and "scale" not in name else tensor
+        for name, tensor in stored_tensors(head, names).items()
+    }
     if head.ids_D is not None:
         drafted_V = torch.zeros(shape.vocab_size, dtype=torch.bool)
         drafted_V[head.ids_D] = True
@@ -175,7 +179,7 @@ def write(
                 "verifier": {"name_or_path": verifier, "architectures": [target.architecture]},
             },
         }
-    config["torch_dtype"] = str(head.norm.weight.dtype).removeprefix("torch.")
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
     schemes = {names(path)[0]: scheme for path, scheme in _schemes(head).items()}
     if any(schemes.values()):
         config["quantization_config"] = encode(schemes, None, version("compressed-tensors"))

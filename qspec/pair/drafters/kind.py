@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from qspec.errors import RecipeError, SourceError
 from qspec.models.load import Header, Location, locate
+from qspec.nn.eagle3 import Eagle3
 from qspec.nn.engines import AnyDecoder
 from qspec.nn.mlp_speculator import MLPSpeculator
 from qspec.records import ArchMap, LoadedModel, QuantizedModel
@@ -30,7 +31,7 @@ class Weights:
 
     model: QuantizedModel | None = None
     decoder: AnyDecoder | None = None
-    head: MLPSpeculator | None = None
+    head: MLPSpeculator | Eagle3 | None = None
 
     def fork(self) -> "Weights":
         """The same weights, a cache of their own."""
@@ -146,6 +147,10 @@ class DraftKind(Generic[S]):
 
     def load(self, target: LoadedModel | QuantizedModel, open_draft: Callable[[], AnyDecoder]) -> Weights:
         """The draft from its source, for any target. open_draft: opens a draft model."""
+        return Weights()
+
+    def unrounded(self, folder: Path, target: QuantizedModel) -> Weights:
+        """A head as it came in its own folder, to be compared with the one in the pair."""
         return Weights()
 
     def drafter(self, weights: Weights, target: ArchMap, tokens: int) -> Drafter:

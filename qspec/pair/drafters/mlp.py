@@ -8,9 +8,10 @@ from typing import Any
 from qspec.bridges.heads import speculator
 from qspec.bridges.vllm.heads import FOLDER_KEY, PROPOSER
 from qspec.nn.engines import AnyDecoder
+from qspec.nn.mlp_speculator import MLPSpeculator
 from qspec.pair.drafters.kind import DraftKind, Weights
 from qspec.pair.drafters.lookup import behind
-from qspec.pair.head import check_head, head_folder, open_head, require_shape
+from qspec.pair.head import check_head, head_folder, open_head, require_shape, target_rows
 from qspec.records import ArchMap, LoadedModel, QuantizedModel
 from qspec.schema.devices import DeviceSheet
 from qspec.schema.drafts import MlpDraft
@@ -32,7 +33,9 @@ class SpeculatorHead(DraftKind[MlpDraft]):
         return "mlp + suffix" if self.spec.lookup == "suffix" else "mlp"
 
     def require_files(self, target: ArchMap) -> Path:
-        return head_folder(self.spec, target)
+        folder = head_folder(self.spec.source)
+        require_shape(folder, self.spec, target)
+        return folder
 
     def footprint(self, target: ArchMap, width: int) -> Footprint:
         return mlp_footprint(self.spec, target, width)
@@ -59,10 +62,13 @@ class SpeculatorHead(DraftKind[MlpDraft]):
         return Weights(head=open_head(folder, target))
 
     def load(self, target: LoadedModel | QuantizedModel, open_draft: Callable[[], AnyDecoder]) -> Weights:
-        return Weights(head=open_head(head_folder(self.spec, target.arch), target))
+        return Weights(head=open_head(self.require_files(target.arch), target))
+
+    def unrounded(self, folder: Path, target: QuantizedModel) -> Weights:
+        return Weights(head=speculator.read(folder, *target_rows(target)))
 
     def drafter(self, weights: Weights, target: ArchMap, tokens: int) -> Drafter:
-        assert weights.head is not None
+        assert isinstance(weights.head, MLPSpeculator)
         head = MlpDrafter(weights.head, target.eos_ids, tokens, self.spec.candidates, self.spec.top_k)
         return behind(self.spec.lookup, head)
 

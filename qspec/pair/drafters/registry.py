@@ -6,6 +6,7 @@ from typing import Any
 from qspec.models.vocab import real_vocab
 from qspec.nn.engines import AnyDecoder
 from qspec.nn.lm import LM
+from qspec.pair.drafters.eagle3 import Eagle3Head
 from qspec.pair.drafters.kind import DraftKind, Weights
 from qspec.pair.drafters.lookup import Ngram, Suffix
 from qspec.pair.drafters.mlp import SpeculatorHead
@@ -18,10 +19,10 @@ from qspec.speculation.drafters.combined import CombinedDrafter
 from qspec.speculation.drafters.model import ModelDrafter
 from qspec.speculation.drafters.tree import TreeDrafter
 from qspec.speculation.length import policies
-from qspec.speculation.types import Drafter, DraftLength
+from qspec.speculation.types import Drafter, DraftLength, HeadDrafter
 
 KINDS: dict[type[DraftSpec], type[DraftKind[Any]]] = {
-    kind.of: kind for kind in (SmallerModel, SelfCopy, Ngram, Suffix, SpeculatorHead)
+    kind.of: kind for kind in (SmallerModel, SelfCopy, Ngram, Suffix, SpeculatorHead, Eagle3Head)
 }
 
 
@@ -53,6 +54,14 @@ class Drafters:
         if key not in self._weights:
             self._weights[key] = kind.load(self._target, open_draft)
         return kind.drafter(self._weights[key].fork(), self._target.arch, self._tokens)
+
+
+def head_drafter(kind: DraftKind[Any], weights: Weights, target: QuantizedModel) -> HeadDrafter:
+    """The drafter of a head, without the lookup in front of it."""
+    drafter = kind.drafter(weights, target.arch, real_vocab(target.tokenizer))
+    inner = drafter.model if isinstance(drafter, CombinedDrafter) else drafter
+    assert isinstance(inner, HeadDrafter), "a head has states to read"
+    return inner
 
 
 def draft_lm(drafter: Drafter | None) -> LM | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qspec.errors import RecipeError
 from qspec.nn.draft_heads import eagle3_chains
-from qspec.nn.eagle3 import Eagle3
+from qspec.nn.eagle3 import Eagle3, HeadCache
 from qspec.nn.lm import LM, TappedLM
 from qspec.speculation.drafters.heads import DraftIds, HeadChain
 from qspec.speculation.types import NOTHING, Ask, More, Proposal, Randomness, Sampling
@@ -76,6 +76,13 @@ class Eagle3Drafter:
         for drafter, ask in pairs:
             drafter._true = len(ask.context) - 1
         return first._ids.proposals(chains, perf_counter() - start)
+
+    @torch.no_grad()
+    def first(self, tokens_T: Tensor) -> Tensor:
+        assert self._target is not None, "follow a target first"
+        head, start, rows = self._head, self._target.length - len(tokens_T), len(tokens_T) - 1
+        f_TH = head.fuse(self._target.tapped(start)[:rows])
+        return self._ids.wide(head.logits(head.run(f_TH, tokens_T[1:], torch.arange(rows), HeadCache(head.shape))))
 
     def _news(self, context: list[int]) -> tuple[Tensor, Tensor]:
         """States `[T, S]` of the positions that the target has read since, and the tokens behind them `[T]`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+import math
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ class DraftIds:
             Proposal(torch.tensor(chain.tokens, dtype=torch.long), self._widened(chain.probs_KD), share * chain.stages)
             for chain in chains
         ]
+
+    def wide(self, logits_TD: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, minus infinity for ids that the head has no rows for."""
+        return torch.full((len(logits_TD), self.size), -math.inf).index_copy_(1, self.ids_D, logits_TD)
 
     def _widened(self, probs_KD: list[Tensor]) -> Tensor | None:
         """Distributions over the whole vocabulary, 0 for ids that are never drafted."""

@@ -82,6 +82,12 @@ class MlpDrafter:
         first._heads.chains(hidden_BH, newest, depth, lambda i, *stage: chains[i].choose(*stage))
         return first._ids.proposals(chains, perf_counter() - start)
 
+    @torch.no_grad()
+    def first(self, tokens_T: Tensor) -> Tensor:
+        assert self._target is not None, "follow a target first"
+        hidden_TH = self._target.hidden(len(tokens_T))[:-1]
+        return self._ids.wide(self._head.advance(0, self._head.begin(hidden_TH), tokens_T[1:])[1])
+
     def _chain(self, ask: Ask) -> HeadChain:
         return HeadChain(ask, min(ask.k, self._head.shape.n_predict), self._ids, self._eos_ids)
 
