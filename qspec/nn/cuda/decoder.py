@@ -1,4 +1,4 @@
-"""A decoder for CUDA: `nn.lm.BatchLM` and `HiddenLM` over static tensors, so that every pass is one captured graph.
+"""A decoder for CUDA: `nn.lm.BatchLM`, `HiddenLM`, `TappedLM` over static tensors: every pass is one captured graph.
 
 All sequences of a model share one cache with a slot for each. T rows of a pass, V vocabulary, K nodes of a tree.
 Short passes (decoding, verification) run for the first slots together; longer ones (prompts) one sequence at a time.
@@ -19,7 +19,7 @@ from qspec.nn.cuda.cache import CudaCache
 from qspec.nn.cuda.loop import CudaLoop
 from qspec.nn.cuda.model import CudaModel, load
 from qspec.nn.cuda.passes import NODES, Inputs, Passes, batch_bucket, head, row_bucket
-from qspec.nn.states import States
+from qspec.nn.states import States, Taps
 from qspec.numerics.speculation.trees import Parents, check_path, depths
 from qspec.records import LoadedModel, QuantizedModel
 
@@ -68,7 +68,7 @@ class CudaDecoder:
 
     def __init__(self, pool: Pool) -> None:
         self.arch, self._pool = pool.passes.model.arch, pool
-        self._length, self._states = 0, States()
+        self._length, self._states, self._taps = 0, States(), Taps()
         self._tree: Parents = ()  # nodes that wait behind `length`
 
     @classmethod
@@ -113,15 +113,24 @@ class CudaDecoder:
     def truncate(self, length: int) -> None:
         assert 0 <= length <= self._length, f"truncate to {length} of {self._length}"
         self._states.truncate(length)
+        self._taps.truncate(length)
         self._length, self._tree = length, ()
 
     def hold(self, length: int) -> None:
-        """A loop has left that many positions in its slot. Their states are not known."""
-        self._length, self._tree, self._states = length, (), States()
+        """A loop has left that many positions in its slot. Their states are not known, and nothing is tapped."""
+        self._length, self._tree, self._states, self._taps = length, (), States(), Taps()
 
     def hidden(self, count: int = 1) -> Tensor:
         """As `HiddenLM` says, on the CPU, where speculator heads are."""
         return self._states.newest(count).cpu()
+
+    def tap(self, layers: Sequence[int]) -> None:
+        self._taps = Taps(layers, self.arch.hidden_size, self.arch.n_layers)
+        self._pool.passes.tap(self._taps.layers)
+
+    def tapped(self, start: int) -> Tensor:
+        """As `TappedLM` says, on the CPU, where heads are."""
+        return self._taps.since(start)
 
     @property
     def weights(self) -> Pool:
@@ -147,6 +156,7 @@ class CudaDecoder:
         if list(path) != list(range(len(path))):
             self._pool.passes.cache.keep(self.slot, self._length, path)
         self._states.keep(path)
+        self._taps.keep(path)
         self._length, self._tree = self._length + len(path), ()
 
     @classmethod
@@ -194,18 +204,25 @@ class CudaDecoder:
         given.lengths_B[self.slot] = self._length
 
     def _advance(self, count: int, parents_K: Parents | None, hidden_TH: Tensor) -> None:
+        """Take states as `passes.Outputs` has them, of all rows."""
+        normed_TH = hidden_TH[:, : self.arch.hidden_size].float()
         if parents_K is None:
             self._length, self._tree = self._length + count, ()
-            self._states.append(hidden_TH.float(), self._length)
+            self._states.append(normed_TH, self._length)
         else:
             self._tree = tuple(parents_K)
-            self._states.offer(hidden_TH.float(), len(parents_K))
+            self._states.offer(normed_TH, len(parents_K))
+        if self._taps.layers:
+            places = [self._pool.passes.taps.index(layer) for layer in self._taps.layers]
+            parts = hidden_TH.split(self.arch.hidden_size, 1)
+            rows_TS = torch.cat([parts[1 + place] for place in places], 1).float().cpu()
+            self._taps.note(rows_TS, self._length, parents_K)
 
     def _read(self, tokens_T: Tensor, last: int | None) -> Tensor:
         """A long text; of the last or of all its tokens the logits that are asked for."""
-        hidden_TH = self._pool.passes.read(self.slot, tokens_T, self._length)[-(last or len(tokens_T)) :]
+        hidden_TH = self._pool.passes.read(self.slot, tokens_T, self._length)
         self._advance(len(tokens_T), None, hidden_TH)
-        return head(self._pool.passes.model, hidden_TH[None])[0][0]
+        return head(self._pool.passes.model, hidden_TH[None, -(last or len(tokens_T)) :])[0][0]
 
 
 def ancestors(parents_K: Parents) -> list[int]:

@@ -70,23 +70,31 @@ class Inputs:
 
 
 Outputs = tuple[Tensor, Tensor]
-"""Float32 logits `[B, R, V]`, and the states behind them `[B, R, H]`."""
+"""Float32 logits `[B, R, V]`, and the states behind them `[B, R, H + S]`: normed, then what is tapped, by layer."""
+Layers = tuple[int, ...]
+"""Those whose entering residuals are tapped, rising; the number of layers: what enters the final norm."""
 
 
-def run(model: CudaModel, layers: list[KVLayer], rope: tuple[Tensor, Tensor], x: Inputs) -> Outputs:
+def run(model: CudaModel, layers: list[KVLayer], rope: tuple[Tensor, Tensor], x: Inputs, taps: Layers = ()) -> Outputs:
     """Up to `NODES` rows of every sequence, through the model."""
     scale = model.arch.attention_scale or model.arch.head_dim**-0.5
 
     def attend(i: int, q_BRQD: Tensor) -> Tensor:
         return ops.attend(q_BRQD, layers[i], x.lengths_B, x.ancestors_BR, scale)
 
-    return head(model, _body(model, layers, rope, x, attend))
+    return head(model, _body(model, layers, rope, x, attend, taps))
 
 
 def prefill(
-    model: CudaModel, cache: CudaCache, slot: int, rope: tuple[Tensor, Tensor], x: Inputs, start: int
+    model: CudaModel,
+    cache: CudaCache,
+    slot: int,
+    rope: tuple[Tensor, Tensor],
+    x: Inputs,
+    start: int,
+    taps: Layers = (),
 ) -> Tensor:
-    """Any number of rows of one sequence behind `start` positions; normed states `[1, R, H]`.
+    """Any number of rows of one sequence behind `start` positions; states `[1, R, H + S]` as `Outputs` has them.
 
     Attention takes them in pieces of `NODES`, each a sequence of its own behind all before it: the cache is read as it
     is stored, and only as far as a row sees.
@@ -101,7 +109,7 @@ def prefill(
         q_BRQD = F.pad(q_1RQD, (0, 0, 0, 0, 0, padding)).view(count, NODES, *q_1RQD.shape[2:])
         return ops.attend(q_BRQD, pieces[i], lengths_B, ancestors_BR, scale).flatten(0, 1)[None, :rows]
 
-    return _body(model, layers, rope, x, attend)
+    return _body(model, layers, rope, x, attend, taps)
 
 
 def _chain(rows: int, device: torch.device) -> Tensor:
@@ -110,9 +118,9 @@ def _chain(rows: int, device: torch.device) -> Tensor:
 
 
 def head(model: CudaModel, hidden_BRH: Tensor) -> Outputs:
-    """Logits behind normed states."""
-    b, r, h = hidden_BRH.shape
-    rounded = model.head.round(hidden_BRH.reshape(b * r, h))
+    """Logits behind states as `Outputs` has them."""
+    (b, r), h = hidden_BRH.shape[:2], model.arch.hidden_size
+    rounded = model.head.round(hidden_BRH[..., :h].reshape(b * r, h))
     return model.head(rounded).view(b, r, -1).float(), hidden_BRH
 
 
@@ -122,14 +130,17 @@ def _body(
     rope: tuple[Tensor, Tensor],
     x: Inputs,
     attend: Callable[[int, Tensor], Tensor],
+    taps: Layers,
 ) -> Tensor:
     (b, r), eps = x.tokens_BR.shape, model.arch.norm_eps
     x_NH = F.embedding(x.tokens_BR.reshape(-1), model.embed_VH) * model.arch.embed_scale
     residual_NH: Tensor | None = None
+    tapped = list[Tensor]()
     for i, layer in enumerate(model.layers):
         codes_NH, scale_N, residual_NH = ops.add_rms_norm(
             x_NH, residual_NH, layer.input_norm, eps, layer.qkv.fmt, layer.qkv.scale
         )
+        tapped += [residual_NH] if i in taps else []
         q_BRQD, k_BRGD, v_BRGD = _heads(model, layer, (codes_NH, scale_N), b, r)
         q_BRQD = ops.rope_write(q_BRQD, k_BRGD, v_BRGD, *rope, x.positions_BR, x.slots_BR, layers[i])
         x_NH = layer.o(layer.o.round(attend(i, q_BRQD).reshape(b * r, -1)))
@@ -138,8 +149,9 @@ def _body(
         )
         gate_up_N2I = layer.gate_up((codes_NH, scale_N))
         x_NH = layer.down(ops.silu_mul(gate_up_N2I, layer.down.fmt, layer.down.scale))
-    hidden_NH, _, _ = ops.add_rms_norm(x_NH, residual_NH, model.norm, eps, None)
-    return hidden_NH.view(b, r, -1)
+    hidden_NH, _, residual_NH = ops.add_rms_norm(x_NH, residual_NH, model.norm, eps, None)
+    tapped += [residual_NH] if model.arch.n_layers in taps else []
+    return (torch.cat([hidden_NH, *tapped], 1) if tapped else hidden_NH).view(b, r, -1)
 
 
 def _heads(model: CudaModel, layer: CudaLayer, x: Rounded, b: int, r: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,6 +171,7 @@ class Passes:
 
     def __init__(self, model: CudaModel, cache: CudaCache) -> None:
         self.model, self.cache = model, cache
+        self.taps: Layers = ()
         self._rope = model.rope(cache.length)
         self._memory = graph_memory(model.device)
         self._graphs: dict[tuple[int, int], Graph[Inputs, Outputs]] = {}
@@ -173,7 +186,14 @@ class Passes:
 
     def run(self, x: Inputs) -> Outputs:
         """The pass itself, for sequences in the first slots."""
-        return run(self.model, self.cache.first(len(x.tokens_BR)), self._rope, x)
+        return run(self.model, self.cache.first(len(x.tokens_BR)), self._rope, x, self.taps)
+
+    def tap(self, layers: Layers) -> None:
+        """Tap these layers too, from now on. Graphs are captured anew."""
+        if set(layers) - set(self.taps):
+            self.taps = tuple(sorted({*self.taps, *layers}))
+            self._graphs.clear()
+            self._memory = graph_memory(self.model.device)
 
     def grow(self, sequences: int) -> None:
         """A cache of more slots. Graphs hold addresses of the old one: they are let go first, and captured anew."""
@@ -182,12 +202,12 @@ class Passes:
         self.cache.grow(sequences)
 
     def read(self, slot: int, tokens_T: Tensor, start: int) -> Tensor:
-        """A text of any length behind `start` positions of one slot, in chunks; normed states `[T, H]`."""
+        """A text of any length behind `start` positions of one slot, in chunks; states `[T, H + S]`."""
         assert start + len(tokens_T) <= self.cache.length, f"{start + len(tokens_T)} of {self.cache.length} positions"
         hidden = list[Tensor]()
         for part_R in tokens_T.split(CHUNK):
             given = Inputs.chain(part_R[None], torch.tensor([start])).to(self.model.device)
-            hidden.append(prefill(self.model, self.cache, slot, self._rope, given, start)[0])
+            hidden.append(prefill(self.model, self.cache, slot, self._rope, given, start, self.taps)[0])
             start += len(part_R)
         return torch.cat(hidden)
 
