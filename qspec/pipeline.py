@@ -136,7 +136,9 @@ def _make(
     if recipe.benchmark and (recipe.device == "cpu" or isinstance(arms.pair.target, CudaDecoder)):
         speed = Speed.model_validate(kept.value("speed", key, lambda: _bench(arms, progress).model_dump(mode="json")))
     engine = engine_name(arms.pair.target)
+    progress.close()
     results = results_of(arms.pair.manifest, recipe, accuracy, speed, engine=engine)
+    results = results.model_copy(update={"seconds": progress.seconds})
     if against := blockers(results):
         progress.say(f"not ready: {'; '.join(against)}")
         results = results.model_copy(update={"despite": despite})

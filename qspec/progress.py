@@ -21,11 +21,12 @@ log = logging.getLogger("qspec")
 class Progress:
     """Stages and bars on stderr; every stage and its seconds also go to the log. `quiet` leaves only the log.
 
-    Where stderr is no terminal, a loop says now and then how far it is, in place of a bar.
+    Where stderr is no terminal, a loop says now and then how far it is, in place of a bar. seconds: of the stages that
+    have ended.
     """
 
     def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet
+        self.quiet, self.seconds = quiet, dict[str, float]()
         self._stage: str | None = None
         self._started = 0.0
 
@@ -38,7 +39,9 @@ class Progress:
     def close(self) -> None:
         """End the running stage and say how long it took. Safe to call twice."""
         if self._stage is not None:
-            self.say(f"{self._stage}: {time.perf_counter() - self._started:.1f} s")
+            seconds = time.perf_counter() - self._started
+            self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + seconds
+            self.say(f"{self._stage}: {seconds:.1f} s")
         self._stage = None
 
     def say(self, line: str) -> None:

@@ -2,9 +2,22 @@
 
 from qspec.measure.items import task_evidence, task_loss
 from qspec.numerics.statistics.evidence import Evidence, of_share
-from qspec.readable import Interval, count, interval, number, percent, percents, size, times
+from qspec.readable import Interval, count, duration, interval, number, percent, percents, size, times
 from qspec.report.arms import did_nothing, drafting, gain, idle_drafts, over_first, pair_arm, plain_of, target_arm
-from qspec.report.document import Block, Heading, Plot, Point, Series, Table, Tile, Tiles, Tone, compact, sure
+from qspec.report.document import (
+    Block,
+    Heading,
+    Paragraph,
+    Plot,
+    Point,
+    Series,
+    Table,
+    Tile,
+    Tiles,
+    Tone,
+    compact,
+    sure,
+)
 from qspec.report.quality import NOT_READY, quality_findings
 from qspec.report.verdict import TONES, budget_findings, lossless, losslessness
 from qspec.schema.results import ArmSpeed, Ratio, Results, Speed, TaskResult
@@ -171,14 +184,17 @@ def picture(results: Results) -> list[Plot]:
 
 
 def cost(results: Results) -> list[Block]:
-    """The bytes that arms hold and read."""
-    if results.speed is None:
-        return []
-    arms = list({arm.arm: arm for arm in results.speed.arms if arm.weight_bytes}.values())
+    """The bytes that arms hold and read, and the time that the run took."""
+    timed = results.speed.arms if results.speed is not None else ()
+    arms = list({arm.arm: arm for arm in timed if arm.weight_bytes}.values())
     rows = tuple(_cost(arm, arms[0]) for arm in arms)
     columns = ("arm", "target's weights", "of the first arm's", "draft", "KV cache per token", "first token, ms")
-    table = compact("Bytes that an arm keeps in memory, and its time to the first token (median)", columns, rows)
-    return [Heading("What it costs"), table] if rows else []
+    caption = "Bytes that an arm keeps in memory, and its time to the first token (median)"
+    blocks: list[Block] = [compact(caption, columns, rows)] if rows else []
+    if results.seconds:
+        stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in results.seconds.items())
+        blocks.append(Paragraph(f"The run took {duration(sum(results.seconds.values()))}: {stages}."))
+    return [Heading("What it costs"), *blocks] if blocks else []
 
 
 def _cost(arm: ArmSpeed, first: ArmSpeed) -> tuple[str, ...]:

@@ -478,7 +478,8 @@ class Results(Record):
     """Everything a report says. `notes` are the quantizer's sentences by model (`target`, `draft`).
 
     `environment` is that of the speed if there is one: each part says in its `provenance` where it was measured.
-    despite: why the pair is to be used although it is not ready, by whoever made it.
+    despite: why the pair is to be used although it is not ready, by whoever made it. seconds: of each stage of the run,
+    in the process that ended it: what an earlier one had finished is not counted.
     """
 
     format_version: Literal[1] = 1
@@ -490,6 +491,7 @@ class Results(Record):
     notes: dict[str, tuple[str, ...]] = {}
     limits: tuple[str, ...] = ()
     despite: str = ""
+    seconds: dict[str, float] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -511,6 +513,7 @@ class Results(Record):
             "accuracy": self.accuracy.updated(new.accuracy),
             "speed": new.speed or self.speed,
             "limits": tuple(dict.fromkeys((*self.limits, *new.limits))),
+            "seconds": new.seconds or self.seconds,
         }
         return new.model_copy(update=update)
 

@@ -14,7 +14,7 @@ from qspec import cli
 from qspec.numerics.statistics.paired import geometric_mean
 from qspec.readable import Numeral, Range, number, percent, size
 from qspec.report import headline, verdict
-from qspec.report.document import Document, Dots, Finding, Heading, Plot, Table, Tiles, tables
+from qspec.report.document import Document, Dots, Finding, Heading, Paragraph, Plot, Table, Tiles, tables
 from qspec.report.measured import measured
 from qspec.report.page import document, report
 from qspec.report.render import html as report_html, markdown as report_markdown
@@ -122,6 +122,13 @@ def test_the_cost_is_in_bytes():
     assert isinstance(table, Table)
     assert table.rows[0][:3] == ("original", "135 MB", "100 %")
     assert table.rows[2][3] == "28.0 MB"
+
+
+def test_the_cost_is_in_minutes_too():
+    """Would catch a report that nobody can plan by, and a pair without a benchmark whose minutes are nowhere."""
+    timed = example().model_copy(update={"seconds": {"quantize target": 90.0, "evaluate": 210.0}, "speed": None})
+    (_, line) = headline.cost(timed)
+    assert line == Paragraph("The run took 5.0 min: quantize target 90.0 s, evaluate 3.5 min.")
 
 
 @pytest.mark.parametrize(
