@@ -40,18 +40,23 @@ from qspec.readable import duration
 from qspec.records import QuantizedModel
 from qspec.report.page import report
 from qspec.report.verdict import blockers
-from qspec.schema.drafts import DraftSpec, MlpDraft, ModelDraft
+from qspec.schema.drafts import DraftSpec, Eagle3Draft, MlpDraft, ModelDraft
 from qspec.schema.manifest import Manifest
 from qspec.schema.quantization import ModelSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe, TaskSpec
 from qspec.schema.results import Accuracy, Results, Speed
 from qspec.schemes.build import validate_plan
 from qspec.schemes.device_rules import raise_refused
+from qspec.train.eagle3 import train_eagle3
 from qspec.train.head import train_head
 from qspec.train.model import distill
 from qspec.train.processes import first_makes, processes
 
-TRAINERS: dict[type[DraftSpec], Callable[..., Path]] = {MlpDraft: train_head, ModelDraft: distill}
+TRAINERS: dict[type[DraftSpec], Callable[..., Path]] = {
+    MlpDraft: train_head,
+    Eagle3Draft: train_eagle3,
+    ModelDraft: distill,
+}
 
 
 _MORE = "give it more memory, take smaller models, or quantize alone, layer by layer: qspec quantize"
@@ -184,7 +189,7 @@ def train_draft(recipe: Recipe, out: str | Path, progress: Progress | None = Non
     """
     out, progress, draft = Path(out), progress or Progress(), recipe.draft
     if draft.trains is None:
-        fix = "give it kind: mlp_speculator or model, and a training section"
+        fix = "give it kind: eagle3, mlp_speculator or model, and a training section"
         raise RecipeError(f"draft of {recipe.name}", "is nothing that is trained", fix)
     planned = admit(recipe)
     require_writable(out)

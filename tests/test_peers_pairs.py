@@ -187,7 +187,7 @@ def with_states(count: int, seed: int) -> list[Rollout]:
     generator = torch.Generator().manual_seed(9)
     rows_VH, size = torch.randn(6, 32, generator=generator), torch.logspace(-1, 2, 12)[:, None]
     made = rollouts(count, seed)
-    return [replace(one, hidden_TH=(rows_VH[one.tokens_T] * size[: len(one.tokens_T)] + 0.05).half()) for one in made]
+    return [replace(one, states_MS=(rows_VH[one.tokens_T] * size[: len(one.tokens_T)] + 0.05).half()) for one in made]
 
 
 def test_T33_states_in_eight_bits_train_as_good_a_head(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from qspec.schema.problems import rule
 from qspec.schema.quantization import MOST, ModelSpec, QuantSpec, Strict
-from qspec.schema.training import DistillSpec, HeadSpec, TrainingSpec
+from qspec.schema.training import DistillSpec, Eagle3Spec, HeadSpec, TrainingSpec
 
 MOST_PATHS = 4096
 """Paths of a tree of which the likeliest are taken; their states are in memory together."""
@@ -261,7 +261,8 @@ class Eagle3Draft(DraftSpec):
 
     `model`: a folder, `package:…` or Hub id, as of a target. `taps`: the target's layers whose entering residuals it
     reads, as vLLM counts; empty for those that its file names (of heads whose ids are layers' outputs, one more than
-    there). `draft_vocab`: ids that it can draft; 0 for whatever the file says, of a new head for all.
+    there). `draft_vocab`: ids that it can draft; 0 for whatever the file says, of a new head for all. `training`: how
+    `qspec train-draft` makes a new one.
     """
 
     drafts_from = "states"
@@ -272,10 +273,15 @@ class Eagle3Draft(DraftSpec):
     taps: tuple[Annotated[int, Field(ge=0, le=MOST)], ...] = ()
     draft_vocab: int = Field(default=0, ge=0, le=MOST)
     lookup: Lookup = "none"
+    training: Eagle3Spec | None = None
 
     @property
     def source(self) -> ModelSpec:
         return ModelSpec(model=self.model, revision=self.revision)
+
+    @property
+    def trains(self) -> Eagle3Spec | None:
+        return self.training
 
     @property
     def first(self) -> Lookup:

@@ -8,8 +8,8 @@ from pydantic import Field
 from qspec.schema.problems import rule
 from qspec.schema.quantization import MOST, Strict
 
-Loss = Literal["cross_entropy", "kl", "overlap"]
-"""Towards the tokens, the target's law, or 1 - the sum of minima of both laws (what sampling accepts)."""
+Loss = Literal["cross_entropy", "kl", "overlap", "hybrid"]
+"""Towards the tokens, the target's law, 1 - the sum of minima of both laws (what sampling accepts), or the last two."""
 Layer = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -124,3 +124,22 @@ class DistillSpec(TrainingSpec):
         if not numbers or any(low >= high for low, high in pairwise(numbers)):
             rule = "must name different layers in rising order"
             raise ValueError(f"layers {list(numbers)} {rule}; give those that should stay, or how many")
+
+
+class Eagle3Spec(TrainingSpec):
+    """Training of an EAGLE-3 head on chains of its own outputs, as it will draft (arXiv 2503.01840).
+
+    `steps`: rows of a chain, of which the first reads the target's states and each other the output before. `decay`:
+    weight of a step's loss over that of the step before. `output`: whether the output rows, which begin as the
+    target's, are trained.
+    """
+
+    steps: int = Field(default=3, ge=1, le=16)
+    decay: float = Field(default=0.8, gt=0, le=1)
+    output: Literal["frozen", "trained"] = "frozen"
+    loss: Literal["kl", "overlap", "hybrid"] = "kl"
+    stage1: float = Field(default=0.0, ge=0, le=1, description="share of all steps")
+    batch: int = Field(default=512, ge=1, le=MOST, description="states per step, in whole sequences")
+    stage2_rate: float = Field(default=1.0, gt=0, le=1, description="of stage 1's")
+    weight_decay: float = Field(default=0.01, ge=0, le=1)
+    evaluate_every: int = Field(default=100, ge=1, le=MOST, description="steps; a checkpoint is written then")

@@ -1,7 +1,8 @@
-"""Training data of a speculator head: states and distributions of the quantized target on text and its own answers.
+"""Training data of a draft: states and distributions of the quantized target on text and its own answers.
 
-Letters: T rows of a sequence, H hidden size, K likeliest ids that are kept of a distribution. Row t holds a token, the
-target's final-norm state behind it, and the distribution of what follows.
+Letters: P tokens of a prompt, T rows of a sequence, S numbers of a position's state, K likeliest ids that are kept of a
+distribution. Row t holds a token, the target's state behind it, and the distribution of what follows. The state is the
+final-norm one, or the residuals in front of chosen layers (`taps`), those of the prompt too.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -19,7 +20,7 @@ from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.bridges.text import calibration_rows, requests
 from qspec.errors import SourceError
 from qspec.kept import Entry, Kept
-from qspec.nn.lm import StatefulLM
+from qspec.nn.lm import StatefulLM, TappedLM
 from qspec.numerics.quantization.affine import quantize_activation_dynamic
 from qspec.numerics.quantization.formats import FP8_E4M3
 from qspec.numerics.speculation.probs import sample
@@ -47,17 +48,39 @@ _FILE = "sequences.safetensors"
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sequence: tokens `[T]`, states `[T, H]` (float16), and distributions as ids and probabilities `[T, K]`.
+    """One sequence: tokens `[T]`, states (float16), and distributions as ids and probabilities `[T, K]`.
 
-    prompt_P: what was read before, of which no states and distributions are kept.
+    prompt_P: what was read before, of which no distributions are kept. states_MS: `[T, S]`, with taps `[P + T, S]`.
     """
 
     tokens_T: Tensor
-    hidden_TH: Tensor
+    states_MS: Tensor
     ids_TK: Tensor
     probs_TK: Tensor
     greedy: bool = False
     prompt_P: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
+
+
+@dataclass(frozen=True)
+class SequenceData:
+    """Sequences that a draft reads from their beginning; a start is a sequence's number."""
+
+    sequences: Sequence[Rollout]
+
+    @property
+    def starts(self) -> Tensor:
+        return torch.arange(len(self.sequences))
+
+    @property
+    def rows(self) -> int:
+        """States that all sequences have."""
+        return sum(len(one.tokens_T) for one in self.sequences)
+
+    def per_step(self, states: int) -> int:
+        return max(1, round(states * len(self.sequences) / self.rows))
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        return torch.randperm(len(self.sequences), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 @dataclass(frozen=True)
@@ -66,6 +89,7 @@ class StageSources:
 
     name: str
     parts: list[list[list[int]]]
+    taps: tuple[int, ...]
     key: dict[str, Any]
 
 
@@ -80,26 +104,36 @@ class Lessons:
 
 
 def lessons(
-    spec: TrainingData, folder: Path, target: QuantizedModel, seed: int, out: Path, progress: Progress
+    spec: TrainingData,
+    folder: Path,
+    target: QuantizedModel,
+    seed: int,
+    out: Path,
+    progress: Progress,
+    taps: tuple[int, ...] = (),
 ) -> Lessons:
     """Texts and answers of the quantized model of `folder`, kept in `out`: a call that was killed goes on.
 
-    Processes share the files of a stage.
+    taps: layers in front of which residuals are kept, in place of final-norm states. Processes share a stage's files.
     """
-    stages = both_stages(folder, target.tokenizer, spec, seed)
+    stages = both_stages(folder, target.tokenizer, spec, seed, taps)
     length = max(spec.prompt_tokens + spec.answer_tokens, spec.text_length)
     lm = open_fitting("the quantized target", target, length)
     text, answers = made_data(Kept(out), lm, stages, spec, target.arch.eos_ids, seed, progress)
     return Lessons(text, *split(answers, spec.held_out), [stage.key for stage in stages])
 
 
-def both_stages(target: Path, tokenizer: Tokenizer, spec: TrainingData, seed: int) -> tuple[StageSources, StageSources]:
+def both_stages(
+    target: Path, tokenizer: Tokenizer, spec: TrainingData, seed: int, taps: tuple[int, ...]
+) -> tuple[StageSources, StageSources]:
     """Text and answers of the quantized model in the folder `target`."""
     text, prompts = text_parts(spec, tokenizer, seed), prompt_parts(spec, tokenizer, seed)
     same = {"target": sha256_folder(target), "top": spec.top, "states": spec.states}
+    same |= {"taps": taps} if taps else {}
     generated = {"prompts": digest_of(prompts), "seed": seed, "batch": spec.batch}
     generated |= {"greedy": spec.greedy, "answer_tokens": spec.answer_tokens}
-    return StageSources(TEXT, text, same | {"text": digest_of(text)}), StageSources(ANSWERS, prompts, same | generated)
+    read = StageSources(TEXT, text, taps, same | {"text": digest_of(text)})
+    return read, StageSources(ANSWERS, prompts, taps, same | generated)
 
 
 def made_data(
@@ -114,11 +148,11 @@ def made_data(
     """All sequences of each stage, in order; files that `kept` has are not made again."""
 
     def make(stage: StageSources, i: int, folder: Path) -> None:
-        made = read_rows(lm, stage.parts[i], spec)
+        made = read_rows(lm, stage.parts[i], spec, stage.taps)
         if stage.name == ANSWERS:
             generator = torch.Generator().manual_seed(seed * 100_003 + i)
-            made = answer(lm, stage.parts[i], spec, eos_ids, generator)
-        _write(folder / _FILE, list(made), spec)
+            made = answer(lm, stage.parts[i], spec, eos_ids, generator, stage.taps)
+        _write(folder / _FILE, list(made), spec, max(1, len(stage.taps)))
 
     def entry(stage: StageSources, i: int) -> Entry:
         return kept.entry(f"{stage.name}-{i:05}", stage.key, partial(make, stage, i))
@@ -159,13 +193,31 @@ def prompt_parts(spec: TrainingData, tokenizer: Tokenizer, seed: int) -> list[li
     return _parts(list(islice(short_prompts(spec, tokenizer, seed), spec.answers)))
 
 
-def read_rows(lm: StatefulLM, rows: Sequence[list[int]], spec: TrainingData) -> Iterator[Rollout]:
+def read_rows(
+    lm: StatefulLM, rows: Sequence[list[int]], spec: TrainingData, taps: tuple[int, ...] = ()
+) -> Iterator[Rollout]:
     """The target reads text."""
+    reader = _forks(lm, 1, taps)[0]
     for row in rows:
-        lm.truncate(0)
+        reader.truncate(0)
         tokens_T = torch.tensor(row)
-        likeliest = _likeliest(lm.forward(tokens_T), spec.top)
-        yield Rollout(tokens_T, lm.hidden(len(row)).half(), *likeliest)
+        likeliest = _likeliest(reader.forward(tokens_T), spec.top)
+        yield Rollout(tokens_T, _tapped(reader) if taps else reader.hidden(len(row)).half(), *likeliest)
+
+
+def _forks(lm: StatefulLM, count: int, taps: tuple[int, ...]) -> list[StatefulLM]:
+    """Sequences of a model that keep what `taps` names."""
+    forks = [lm.fork() for _ in range(count)]
+    for fork in forks if taps else ():
+        assert isinstance(fork, TappedLM), "an engine that tells no residuals"
+        fork.tap(taps)
+    return forks
+
+
+def _tapped(lm: StatefulLM) -> Tensor:
+    """Residuals `[·, S]` of a whole sequence."""
+    assert isinstance(lm, TappedLM)
+    return lm.tapped(0).half()
 
 
 def short_prompts(spec: TrainingData, tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
@@ -200,9 +252,10 @@ def _endless(source: PromptSource, seed: int) -> Iterator[str]:
 
 @dataclass
 class _Answer:
-    """A sequence on its way: rows so far, and what is fed next."""
+    """A sequence on its way: rows so far, and what is fed next. taps: whether the model keeps the states itself."""
 
     lm: StatefulLM
+    taps: bool
     greedy: bool
     prompt: list[int]
     tokens: list[int]
@@ -212,7 +265,8 @@ class _Answer:
 
     def take(self, logits_1V: Tensor, uniform_1: Tensor, top: int) -> None:
         """Note the newest row and choose the token behind it."""
-        self.hidden.append(self.lm.hidden().half())
+        if not self.taps:
+            self.hidden.append(self.lm.hidden().half())
         self.likeliest.append(_likeliest(logits_1V, top))
         drawn = logits_1V.argmax(-1) if self.greedy else sample(logits_1V.softmax(-1), uniform_1)
         self.next = int(drawn)
@@ -220,7 +274,8 @@ class _Answer:
     def finished(self) -> Rollout:
         ids, probs = zip(*self.likeliest, strict=True)
         tokens_T, prompt_P = torch.tensor(self.tokens), torch.tensor(self.prompt, dtype=torch.int32)
-        return Rollout(tokens_T, torch.cat(self.hidden), torch.cat(ids), torch.cat(probs), self.greedy, prompt_P)
+        states_MS = _tapped(self.lm) if self.taps else torch.cat(self.hidden)
+        return Rollout(tokens_T, states_MS, torch.cat(ids), torch.cat(probs), self.greedy, prompt_P)
 
 
 @torch.no_grad()
@@ -230,16 +285,17 @@ def answer(
     spec: TrainingData,
     eos_ids: Collection[int],
     generator: torch.Generator,
+    taps: tuple[int, ...] = (),
 ) -> Iterator[Rollout]:
     """Answers to `prompts`, `spec.batch` at once; rows begin with the prompt's last token."""
-    waiting, free = list(reversed(prompts)), [lm.fork() for _ in range(min(spec.batch, len(prompts)))]
+    waiting, free = list(reversed(prompts)), _forks(lm, min(spec.batch, len(prompts)), taps)
     active: list[_Answer] = []
     while waiting or active:
         while waiting and free:
             prompt, sequence = waiting.pop(), free.pop()
             sequence.truncate(0)
             greedy = bool(draw_uniforms(1, generator) < spec.greedy)
-            begun = _Answer(sequence, greedy, prompt[:-1], prompt[-1:], [], [])
+            begun = _Answer(sequence, bool(taps), greedy, prompt[:-1], prompt[-1:], [], [])
             begun.take(sequence.forward(torch.tensor(prompt), last=1), draw_uniforms(1, generator), spec.top)
             active.append(begun)
         fed = [torch.tensor([one.next]) for one in active]
@@ -258,13 +314,16 @@ def _read(path: Path) -> Iterator[Rollout]:
     stored = read_tensors(path)
     counts, prompts = stored["lengths"].tolist(), stored["prompts"].split(stored["prompt_lengths"].tolist())
     tokens, ids, probs = (stored[name].split(counts) for name in ("tokens", "ids", "probs"))
-    hidden = stored["hidden"]
+    states_MS = stored["hidden"]
     if _SCALES in stored:
-        hidden = (hidden.float() * stored[_SCALES]).half()
-    yield from map(Rollout, tokens, hidden.split(counts), ids, probs, stored["greedy"].tolist(), prompts)
+        scale_N1 = stored[_SCALES]
+        states_MS = (states_MS.reshape(len(scale_N1), -1).float() * scale_N1).half().view(states_MS.shape)
+    if len(states_MS) > sum(counts):
+        counts = [count + len(prompt_P) for count, prompt_P in zip(counts, prompts, strict=True)]
+    yield from map(Rollout, tokens, states_MS.split(counts), ids, probs, stored["greedy"].tolist(), prompts)
 
 
-def _write(path: Path, made: list[Rollout], spec: TrainingData) -> None:
+def _write(path: Path, made: list[Rollout], spec: TrainingData, parts: int = 1) -> None:
     write_tensors(
         path,
         {
@@ -275,17 +334,17 @@ def _write(path: Path, made: list[Rollout], spec: TrainingData) -> None:
             "tokens": torch.cat([one.tokens_T for one in made]).int(),
             "ids": torch.cat([one.ids_TK for one in made]),
             "probs": torch.cat([one.probs_TK for one in made]),
-            **_states(torch.cat([one.hidden_TH for one in made]), spec),
+            **_states(torch.cat([one.states_MS for one in made]), spec, parts),
         },
     )
 
 
-def _states(hidden_MH: Tensor, spec: TrainingData) -> dict[str, Tensor]:
-    """As `spec.states` says: in float16, or as codes with a scale each."""
+def _states(states_MS: Tensor, spec: TrainingData, parts: int) -> dict[str, Tensor]:
+    """As `spec.states` says: in float16, or as codes with a scale for each of the `parts` of a row."""
     if spec.states == "float16":
-        return {"hidden": hidden_MH}
-    codes_MH, scale_M1 = quantize_activation_dynamic(hidden_MH.float(), FP8_E4M3)
-    return {"hidden": codes_MH, _SCALES: scale_M1}
+        return {"hidden": states_MS}
+    codes_NH, scale_N1 = quantize_activation_dynamic(states_MS.float().view(len(states_MS) * parts, -1), FP8_E4M3)
+    return {"hidden": codes_NH.view(states_MS.shape), _SCALES: scale_N1}
 
 
 def _parts(rows: list[list[int]]) -> list[list[list[int]]]:

@@ -98,7 +98,7 @@ def lay_out(rollouts: Sequence[Rollout], n: int, ids_D: Tensor | None, vocab_siz
     return HeadData(
         tokens_M,
         draft_ids(tokens_M, ids_D, vocab_size),
-        torch.cat([one.hidden_TH for one in taken]),
+        torch.cat([one.states_MS for one in taken]),
         draft_ids(torch.cat([one.ids_TK for one in taken]), ids_D, vocab_size),
         torch.cat([one.probs_TK for one in taken]),
         starts,

@@ -31,33 +31,11 @@ from qspec.records import EMBEDDING, HEAD, LoadedModel
 from qspec.schema.drafts import ModelDraft
 from qspec.schema.recipe import Recipe
 from qspec.schema.training import DistillSpec, Loss
-from qspec.train.data import PARTS, Rollout, lessons
+from qspec.train.data import PARTS, Rollout, SequenceData, lessons
 from qspec.train.loop import CURVE, Course, Judgement, facts, train
 from qspec.train.processes import barrier, first_makes, rank_and_world
 
 _MOST_JUDGED = 4096
-
-
-@dataclass(frozen=True)
-class SequenceData:
-    """Sequences that a model reads from their beginning; a start is a sequence's number."""
-
-    sequences: Sequence[Rollout]
-
-    @property
-    def starts(self) -> Tensor:
-        return torch.arange(len(self.sequences))
-
-    @property
-    def rows(self) -> int:
-        """States that all sequences have."""
-        return sum(len(one.tokens_T) for one in self.sequences)
-
-    def per_step(self, states: int) -> int:
-        return max(1, round(states * len(self.sequences) / self.rows))
-
-    def order(self, seed: int, epoch: int) -> Tensor:
-        return torch.randperm(len(self.sequences), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 @dataclass(frozen=True)
@@ -96,7 +74,7 @@ class ModelLearner:
         behind_T = torch.cat([one.tokens_T[1:].long(), torch.tensor([-1])])  # what followed the last row was not kept
         loss = loss_of(kind, logits_TV, behind_T, one.ids_TK, one.probs_TK.float())
         if self.spec.hidden:
-            target_TH = one.hidden_TH.float()
+            target_TH = one.states_MS.float()
             loss = loss + self.spec.hidden * (hidden_TH - target_TH).square().mean() / target_TH.square().mean()
         return loss
 

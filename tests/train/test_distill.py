@@ -25,8 +25,8 @@ from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
 from qspec.schema.training import DistillSpec
 from qspec.train import loop as train_draft, model as distill
-from qspec.train.data import Rollout, lessons
-from qspec.train.model import FACTS, ModelLearner, SequenceData, choose_layers
+from qspec.train.data import Rollout, SequenceData, lessons
+from qspec.train.model import FACTS, ModelLearner, choose_layers
 from tests.jobs import job, training_data
 from tests.served import transformers_model
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -100,7 +100,7 @@ def test_the_target_itself_agrees_with_its_laws(tiny):
     assert found.greedy[0] == 1
     assert found.sampled[0] == pytest.approx(float(kept), abs=1e-3)  # laws are kept as float16
     logits_TV, hidden_TH = learner._read(own[1])
-    torch.testing.assert_close(hidden_TH, own[1].hidden_TH.float(), atol=5e-3, rtol=1e-3)  # so are states
+    torch.testing.assert_close(hidden_TH, own[1].states_MS.float(), atol=5e-3, rtol=1e-3)  # so are states
     assert len(logits_TV) == len(own[1].tokens_T)
 
 

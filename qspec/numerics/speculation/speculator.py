@@ -18,6 +18,8 @@ def loss_of(kind: str, logits_TD: Tensor, tokens_T: Tensor, ids_TK: Tensor, prob
             return token_loss(logits_TD, tokens_T)
         case "kl":
             return probs_loss(logits_TD, ids_TK, probs_TK)
+        case "hybrid":
+            return hybrid_loss(logits_TD, ids_TK, probs_TK)
         case _:
             return overlap_loss(logits_TD, ids_TK, probs_TK)
 
@@ -35,6 +37,18 @@ def probs_loss(logits_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
 def overlap_loss(logits_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
     """Mean of 1 - the sum of minima of both distributions: how often a sampled draft is rejected, at most."""
     return 1 - overlap(logits_TD.softmax(-1), ids_TK, probs_TK).mean()
+
+
+def hybrid_loss(logits_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
+    """Mean of l * `probs_loss` + (1 - l) * `overlap_loss`, where l = exp(-3 overlap) of each position by itself.
+
+    A draft that is far off learns by the first, whose gradient does not vanish there, one that is near by the second,
+    which is what sampling rejects. Source: LK losses, as in SpecForge's `lk_loss`.
+    """
+    log_q_TK, known_TK = looked_up(logits_TD.log_softmax(-1), ids_TK), known(ids_TK, probs_TK)
+    overlap_T = torch.minimum(log_q_TK.exp(), known_TK).sum(-1)
+    share_T = (-3 * overlap_T.detach()).exp()
+    return (share_T * -(known_TK * log_q_TK).sum(-1) + (1 - share_T) * (1 - overlap_T)).mean()
 
 
 def overlap(q_TD: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
