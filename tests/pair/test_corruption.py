@@ -35,6 +35,7 @@ from qspec.schema.quantization import KVSpec, OutlierSpec, QuantSpec
 from qspec.schema.recipe import Recipe
 from qspec.schemes.build import build_plan
 from tests.observed import load, observe
+from tests.pair.test_eagle3_kind import write_head
 from tests.pairs import halves, recipe
 from tests.tiny import tiny_model
 
@@ -77,11 +78,15 @@ def pairs(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     initialize(head, torch.Generator().manual_seed(0))
     swap_linears(head, lambda linear: Int8Map.rounded(linear.weight))
     speculator.write(head, folder / "head")
+    whole = halves(folder / "llama")[0]
+    write_head(whole, folder / "eagle", draft_vocab=99)
+    eagle = {"kind": "eagle3", "model": "eagle"}
     heads = {"kind": "mlp_speculator", "model": "head", "n_predict": 2, "inner_dim": 32, "draft_vocab": len(ids_D)}
     return [
         pair,
         package(target, draft, _recipe(own, quantization=sparse.model_dump(mode="json")), folder / "mixed"),
-        package(halves(folder / "llama")[0], None, _recipe(heads), folder / "heads", folder / "head"),
+        package(whole, None, _recipe(heads), folder / "heads", folder / "head"),
+        package(whole, None, _recipe(eagle), folder / "eagles", folder / "eagle"),
     ]
 
 

@@ -41,7 +41,7 @@ from qspec.records import ArchMap
 Format = Literal["native", "speculators"]
 
 NATIVE, LIBRARY = "LlamaForCausalLMEagle3", "Eagle3Speculator"
-_NATIVE = (NATIVE, "Eagle3LlamaForCausalLM")
+_NATIVE = ([NATIVE], ["Eagle3LlamaForCausalLM"])
 _LIBRARY_VERSION = "0.9.0"
 """The release of speculators whose fields are written."""
 _IDS, _DRAFT_VOCAB = "eagle_aux_hidden_state_layer_ids", "draft_vocab_size"
@@ -59,8 +59,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The head's `config.json`. Raises `SourceError` for what is no EAGLE-3 head that drafts token by token."""
     path = folder / "config.json"
     config = read_json(path, SourceError, _FIX)
-    kind, architectures = config.get("speculators_model_type"), config.get("architectures") or []
-    if kind != "eagle3" and not (kind is None and set(architectures) & set(_NATIVE)):
+    kind, architectures = config.get("speculators_model_type"), config.get("architectures")
+    if kind != "eagle3" and (kind is not None or architectures not in _NATIVE):
         value = f"speculators_model_type {kind!r}" if kind is not None else f"architectures {architectures!r:.80}"
         raise SourceError(str(path), f"has {value}, no EAGLE-3 head", _FIX)
     if _eagle(config).get("parallel_drafting") or config.get("parallel_drafting"):
@@ -227,6 +227,18 @@ def _eagle(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _shape(
     config: Mapping[str, Any], stored: LazyTensors, folder: Path, target: ArchMap, taps: Sequence[int] | None
 ) -> Eagle3Shape:
+    where = f"{folder}/config.json"
+    try:
+        shape = _described(config, stored, folder, target, taps)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # fields of other types
+        raise SourceError(where, f"does not describe an EAGLE-3 head ({str(error)[:200]!r})", _FIX) from error
+    _require_fit(shape, config, stored, folder, given=taps is not None)
+    return shape
+
+
+def _described(
+    config: Mapping[str, Any], stored: LazyTensors, folder: Path, target: ArchMap, taps: Sequence[int] | None
+) -> Eagle3Shape:
     where, library = f"{folder}/config.json", format_of(config) == "speculators"
     layer = dict(config.get("transformer_layer_config") or {} if library else config)
     layer.setdefault("num_hidden_layers", 1)
@@ -247,7 +259,7 @@ def _shape(
     if type(drafted) is not int or not 1 <= drafted <= min(arch.vocab_size, SIZES["vocab_size"]):
         raise SourceError(f"{where}: {_DRAFT_VOCAB} {drafted!r:.60}", f"must be 1 to {arch.vocab_size}", _FIX)
     numbers = _taps(config, where, target) if taps is None else tuple(sorted(set(taps)))
-    shape = Eagle3Shape(
+    return Eagle3Shape(
         hidden_size=arch.hidden_size,
         target_hidden=target.hidden_size,
         taps=numbers,
@@ -268,8 +280,6 @@ def _shape(
         qk_norm=arch.qk_norm,
         own_embedding="embed_tokens.weight" in stored,
     )
-    _require_fit(shape, config, stored, folder, given=taps is not None)
-    return shape
 
 
 def _rotations(layer: Mapping[str, Any], where: str) -> tuple[float, tuple[tuple[str, Any], ...]]:
