@@ -116,8 +116,9 @@ def train(
     """
     module, (rank, world) = learner.module, rank_and_world()
     kept, key = Kept(folder), [seed, spec.model_dump(mode="json"), list(made_of)]
-    for data in stages:
-        _require_shares(data, spec, world)
+    for data, share in zip(stages, (spec.stage1, 1 - spec.stage1), strict=True):
+        if share:
+            _require_shares(data, spec, world)
     optimizer = torch.optim.AdamW(_trained(module), lr=spec.rate, betas=spec.betas, weight_decay=spec.weight_decay)
     checkpoint = first_makes(lambda: kept.find("checkpoint", key))
     if checkpoint is None:
@@ -228,7 +229,7 @@ def _plan(
         assert spec.minutes is not None
         optimizer.param_groups[0]["lr"] = 0.0
         begin = perf_counter()
-        for starts_T, data in _batches(stages, Course(_TIMED, _TIMED), spec, seed):
+        for starts_T, data in _batches(stages, Course(round(spec.stage1 * _TIMED), _TIMED), spec, seed):
             _step(learner, optimizer, data, starts_T, spec)
         total = max(1, int(spec.minutes * 60 / (perf_counter() - begin) * _TIMED))
         optimizer.state.clear()

@@ -185,3 +185,11 @@ def test_a_recipe_becomes_a_head_and_a_pair(tmp_path):
     drafting, plain = (pair.generate("the quick", 20, speculative=drafts).generation for drafts in (True, False))
     assert drafting.tokens == plain.tokens
     assert sum(step.drafted for step in drafting.steps) > 0
+
+
+def test_a_stage_without_steps_needs_no_data(tmp_path):
+    """Would catch a training on answers alone that is refused, or timed, for the text that it never reads."""
+    spec = SPEC.model_copy(update={"stage1": 0.0, "positions": None, "minutes": 1e-6})
+    head, (answers, judged) = a_head(), (SequenceData(rollouts(12, seed)) for seed in range(2))
+    course = train(Eagle3Learner(head, spec), (SequenceData([]), answers), judged, spec, 0, tmp_path, QUIET)
+    assert (course.first, course.total) == (0, 1)
