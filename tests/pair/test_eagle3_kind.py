@@ -9,6 +9,7 @@ import torch
 
 from qspec import cli, pipeline
 from qspec.bridges.heads import eagle3
+from qspec.bridges.hf import arch_from_config
 from qspec.bridges.tensors import read_tensors
 from qspec.errors import PairError, RecipeError, SourceError
 from qspec.models.load import load
@@ -25,6 +26,7 @@ from qspec.speculation.drafters.eagle3 import Eagle3Drafter
 from tests.jobs import job
 from tests.tiny import tiny_model
 
+ROOT = Path(__file__).resolve().parents[2]
 TAPS = [0, 1, 2]
 QUIET = Progress(quiet=True)
 
@@ -100,6 +102,14 @@ def test_heads_that_do_not_fit_stop_a_run_before_compute(tmp_path: Path, model: 
     (head / "model.safetensors").unlink()
     with pytest.raises(SourceError, match="no safetensors weights"):
         pipeline.run(job(tmp_path, model, draft | {"draft_vocab": 0}), tmp_path / "out", progress=QUIET)
+
+
+def test_heads_of_the_hub_are_planned_without_them() -> None:
+    """Would catch a plan that has to fetch a head, or takes its output rows for those of all ids."""
+    arch = arch_from_config(json.loads((ROOT / "eval/shapes/meta-llama--Llama-3.1-8B-Instruct.json").read_text()))
+    footprint = kind_of(Eagle3Draft(kind="eagle3", model="org/head")).footprint(arch, 2)
+    # a layer of the target's sizes on twice its inputs, fusion of three states, 131 million in output rows
+    assert footprint.parameters == pytest.approx(425e6, rel=0.01)
 
 
 def test_every_layer_of_an_open_head_is_int8(tmp_path: Path, model: Path) -> None:

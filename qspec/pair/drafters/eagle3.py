@@ -25,6 +25,9 @@ from qspec.schemes.footprint import Footprint, eagle3_footprint
 from qspec.speculation.drafters.eagle3 import Eagle3Drafter
 from qspec.speculation.types import Drafter
 
+PUBLISHED_IDS = 32000
+"""Ids that published heads draft, nearly all of them."""
+
 
 class Eagle3Head(DraftKind[Eagle3Draft]):
     """An EAGLE-3 head. In a pair all of it is INT8 but the output rows, which runtimes read in float."""
@@ -37,13 +40,15 @@ class Eagle3Head(DraftKind[Eagle3Draft]):
         return folder
 
     def footprint(self, target: ArchMap, width: int) -> Footprint:
-        """By the file's sizes where it lies here, else by those of a new head."""
+        """By the file's sizes where it lies here, else by those of a new head, or of most that are published."""
         try:
             where = self._located()
         except SourceError:  # not trained yet
             where = None
         if where is None or where.path is None:
-            return eagle3_footprint(eagle3_shape(self.spec, target), width)
+            published = 0 if self.untrained else PUBLISHED_IDS
+            spec = self.spec.model_copy(update={"draft_vocab": self.spec.draft_vocab or published})
+            return eagle3_footprint(eagle3_shape(spec, target), width)
         self.require_fit(where.path, target)
         return eagle3_footprint(eagle3.read_shape(where.path, target, self.spec.taps or None), width)
 
