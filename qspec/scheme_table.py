@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from qspec.numerics.quantization.clipping import ABSMAX, Clip
-from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, NumFormat
+from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8, NumFormat
 from qspec.plan import LayerScheme, TensorScheme
 
 GROUP = 128
@@ -48,7 +48,6 @@ class WeightScheme:
 
     blocks: which weights share a scale; None: groups of inputs, of the size that a recipe gives.
     grouped: also in groups, of weights and inputs alike, where a recipe gives a size beside its name.
-    twins: the same with one stored input scale, and with one per token; `named`: whether a recipe may name it.
     vllm, vllm_cpu: why vLLM does not serve it, anywhere or on a CPU; experts: why transformers loads no mixture of it.
     targets, drafts, head, tune_group: where `qspec tune` tries it by default, and in which groups.
     """
@@ -59,8 +58,6 @@ class WeightScheme:
     blocks: Granularity | None = None
     inputs: TensorScheme | None = None
     grouped: bool = False
-    twins: tuple[str, str] | None = None
-    named: bool = True
     remarks: tuple[Remark, ...] = ()
     vllm: str = ""
     vllm_cpu: str = ""
@@ -85,29 +82,18 @@ class WeightScheme:
         return self.weight is not None and self.inputs is None
 
     @property
-    def whole(self) -> bool:
-        """Whether a weight has one scale, so that its range may be clipped by KL."""
-        return isinstance(self.blocks, PerTensor)
-
-    @property
     def sized(self) -> bool:
         """Whether a group size beside its name means anything."""
         return self.weight is not None and (self.blocks is None or self.grouped)
 
     def layer(self, group: int = GROUP, clip: Clip = ABSMAX) -> LayerScheme | None:
-        """Formats of a layer; None: it keeps its dtype.
-
-        `clip` is for weights. `kl` is for whole tensors: weights with one scale, and static inputs.
-        """
+        """Formats of a layer, and the clip of its weights; None: it keeps its dtype."""
         if self.weight is None:
             return None
-        whole, parts = (clip, ABSMAX) if clip.method == "kl" else (ABSMAX, clip)
-        weight = TensorScheme(self.weight, self.blocks or PerGroup(group), clip=clip if self.whole else parts)
-        inputs = self.inputs and (self.inputs if self.inputs.dynamic else replace(self.inputs, clip=whole))
-        return LayerScheme(self.name, weight, inputs)
+        return LayerScheme(self.name, TensorScheme(self.weight, self.blocks or PerGroup(group), clip=clip), self.inputs)
 
     def means(self, weight: TensorScheme, inputs: TensorScheme | None) -> bool:
-        """Whether these are its formats, whatever the size of groups and the kind of float8."""
+        """Whether these are its formats, whatever the size of groups."""
         own = self.layer()
         if own is None or (own.activation is None) != (inputs is None):
             return False
@@ -192,21 +178,10 @@ SCHEMES = {
             FP8_E4M3,
             PerChannel(),
             _per_token(FP8_E4M3),
-            twins=("FP8_STATIC", "FP8_DYNAMIC"),
             remarks=(*_ON_FP8, _IN_HALF),
             vllm_cpu=_FP8_CPU,
             targets=("gpu",),
             drafts=("gpu",),
-        ),
-        WeightScheme(
-            "FP8_STATIC",
-            "float8 weights with a scale per row, inputs with one stored scale",
-            FP8_E4M3,
-            PerChannel(),
-            TensorScheme(FP8_E4M3, PerTensor()),
-            named=False,
-            remarks=(*_ON_FP8, _IN_HALF),
-            vllm_cpu=_FP8_CPU,
         ),
         WeightScheme(
             "FP8",
@@ -214,7 +189,6 @@ SCHEMES = {
             FP8_E4M3,
             PerTensor(),
             TensorScheme(FP8_E4M3, PerTensor()),
-            twins=("FP8", "FP8_DYNAMIC"),
             remarks=(
                 *_ON_FP8,
                 _IN_HALF,
@@ -231,21 +205,10 @@ SCHEMES = {
             PerChannel(),
             _per_token(INT8),
             grouped=True,
-            twins=("W8A8_STATIC", "W8A8"),
             remarks=_ON_INT8,
             experts=_EXPERTS,
             targets=("cpu", "gpu"),
             head=True,
-        ),
-        WeightScheme(
-            "W8A8_STATIC",
-            "INT8 weights with a scale per row, inputs with one stored scale",
-            INT8,
-            PerChannel(),
-            TensorScheme(INT8, PerTensor()),
-            named=False,
-            remarks=_ON_INT8,
-            experts=_EXPERTS,
         ),
         WeightScheme(
             "W4A8",
@@ -285,13 +248,6 @@ OUTLIERS = Modifier(
     lambda scheme: scheme.outliers > 0,
     "stops at format dense-and-sparse: it cannot run outliers",
 )
-E5M2 = Modifier(
-    "fp8_format adaptive",
-    "servers read float8 as E4M3; E5M2 runs in qspec's own engine on CPU only",
-    "use fp8_format: e4m3",
-    lambda scheme: any(part.fmt == FP8_E5M2 for part in (scheme.weight, scheme.activation) if part),
-    "stops at type float8_e5m2 where a layer has it (the notes tell): it reads float8 as E4M3 only",
-)
 HADAMARD = Modifier(
     "rotation.r4",
     "needs a Hadamard transform at run time, which is proven in qspec's own engine (CPU) alone",
@@ -299,18 +255,18 @@ HADAMARD = Modifier(
     lambda scheme: False,
     "loads without rotation.r4's transform (it ignores transform_config) and computes garbage",
 )
-MODIFIERS = (IN_GROUPS, OUTLIERS, E5M2, HADAMARD)
+MODIFIERS = (IN_GROUPS, OUTLIERS, HADAMARD)
 
 
 def named(rows: Iterable[WeightScheme]) -> str:
     """Names that a recipe may give, for refusals: `W8A8, W4A8 or W4A16`."""
-    *first, last = [row.name for row in rows if row.named]
+    *first, last = [row.name for row in rows]
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def rows_that(has: Callable[[WeightScheme], bool]) -> list[WeightScheme]:
     """Rows that a recipe may name and `has` is true of."""
-    return [row for row in SCHEMES.values() if row.named and has(row)]
+    return [row for row in SCHEMES.values() if has(row)]
 
 
 def in_groups(scheme: LayerScheme, size: int) -> LayerScheme:

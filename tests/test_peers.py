@@ -615,14 +615,10 @@ def test_T43_errors_of_scales_per_token_do_not_grow_with_the_context(
     assert 0 < float(torch.cat(late).mean()) < 2 * float(torch.cat(early).mean())  # one scale per layer: 6 times
 
 
-def test_T44_e5m2_kv_is_off_by_default_and_refused_on_gpus() -> None:
+def test_T44_there_is_no_e5m2_kv() -> None:
     """fp8_e5m2 KV corrupted output, and was refused beside FP8 checkpoints."""
-    assert KVSpec().format == "fp8_e4m3"
-    spec = QuantSpec.model_validate({"scheme": "FP8_DYNAMIC", "kv": {"format": "fp8_e5m2"}})
-    (refused,) = refusals("h100", spec)
-    assert "E5M2" in refused
-    command = vllm_command(a_recipe("h100", {"kv": {"format": "fp8_e5m2"}}))
-    assert "--kv-cache-dtype auto" in command
+    with pytest.raises(ValueError, match="'fp8_e4m3', 'int8' or 'int4'"):
+        QuantSpec.model_validate({"scheme": "FP8_DYNAMIC", "kv": {"format": "fp8_e5m2"}})
 
 
 def test_T45_acceptance_is_asked_for_again_when_a_cache_changes() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from qspec.errors import SourceError
 from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from qspec.numerics.quantization.formats import FP8_E4M3, FP8_E5M2, INT4, INT8
+from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
 from qspec.schema.problems import short
 from qspec.scheme_table import name_of
@@ -14,10 +14,10 @@ from qspec.scheme_table import name_of
 Resolved = Mapping[str, LayerScheme | None]
 """Scheme of every linear layer; None keeps the layer in float."""
 
-_STORED = {("float", 8): FP8_E4M3, ("int", 8): INT8, ("int", 4): INT4, ("float8_e5m2", 8): FP8_E5M2}
-"""Formats by `type` and `num_bits`. For other readers float8 is E4M3, so E5M2 has a type that they do not know."""
+_STORED = {("float", 8): FP8_E4M3, ("int", 8): INT8, ("int", 4): INT4}
+"""Formats by `type` and `num_bits`."""
 _TYPES = {fmt: kind for (kind, _), fmt in _STORED.items()}
-_OBSERVERS = {"absmax": "memoryless_minmax", "percentile": "percentile", "mse": "memoryless_mse", "kl": "kl"}
+_OBSERVERS = {"absmax": "memoryless_minmax", "percentile": "percentile", "mse": "memoryless_mse"}
 _MOST_GROUP, _MOST_TILE = 1 << 20, 1 << 12
 """Inputs of a group, and sides of a tile, to whole ones of which matrices are filled up."""
 _DOWN = r"re:.*\.down_proj$"

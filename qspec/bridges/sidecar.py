@@ -80,19 +80,14 @@ def head_ids(body: Mapping[str, Any], vocab: int) -> Tensor | None:
 
 
 def _named(scheme: LayerScheme, saved: Mapping[str, Any]) -> LayerScheme:
-    activation = scheme.activation and replace(scheme.activation, clip=_decode_clip(saved.get("activation_clip")))
-    weight = replace(scheme.weight, clip=_decode_clip(saved.get("weight_clip")))
-    return LayerScheme(saved["name"], weight, activation, saved.get("outliers", 0.0))
+    clip = saved.get("weight_clip")
+    weight = replace(scheme.weight, clip=Clip(**clip)) if clip else scheme.weight
+    return LayerScheme(saved["name"], weight, scheme.activation, saved.get("outliers", 0.0))
 
 
 def _encode_scheme(scheme: LayerScheme) -> dict[str, Any]:
-    tensors = {"weight_clip": scheme.weight, "activation_clip": scheme.activation}
-    clips = {key: asdict(tensor.clip) for key, tensor in tensors.items() if tensor and tensor.clip != Clip()}
-    return {"name": scheme.name, **clips, **({"outliers": scheme.outliers} if scheme.outliers else {})}
-
-
-def _decode_clip(clip: Mapping[str, Any] | None) -> Clip:
-    return Clip(**clip) if clip else Clip()
+    clip = {"weight_clip": asdict(scheme.weight.clip)} if scheme.weight.clip != Clip() else {}
+    return {"name": scheme.name, **clip, **({"outliers": scheme.outliers} if scheme.outliers else {})}
 
 
 def _encode_kv(kv: KVScheme | None) -> dict[str, Any] | None:

@@ -248,12 +248,10 @@ def _rounds(spec: QuantSpec) -> int:
 
 
 def _searches(half: HalfCost, rate: float) -> float:
-    """Seconds of smoothing strengths and of variants: each is rounded once, and run on a sample."""
+    """Seconds of smoothing strengths: each is rounded once, and run on a sample."""
     smoothing, tried = half.spec.smoothing, 0
     if smoothing is not None and smoothing.strength == "auto":
         tried += smoothing.grid + 1  # leaving the layer alone is one of them
-    variants = 2 ** (half.spec.activation_scales == "auto") * 4 ** (half.spec.fp8_format == "adaptive")
-    tried += variants if variants > 1 else 0
     share = half.rounded / half.weights if half.weights else 0.0
     return tried * (_rounds(half.spec) * ROUNDING * half.rounded + share * KEEP_ROWS * half.cost.ops / rate)
 

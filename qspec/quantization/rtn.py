@@ -10,7 +10,6 @@ from qspec.bridges.compressed import lint_scale, refuse_tied_head
 from qspec.errors import RecipeError, SourceError
 from qspec.numerics.quantization.affine import QTensor, quantize_weight, tensor_amax
 from qspec.numerics.quantization.blocks import PerTensor
-from qspec.numerics.quantization.clipping import clipped_range
 from qspec.numerics.quantization.codes import symmetric_scale
 from qspec.numerics.quantization.outliers import SparseMatrix, split
 from qspec.plan import KVScheme, LayerScheme, QuantPlan, TensorScheme
@@ -160,7 +159,7 @@ def static_input_scale(
     """`[1]`, shared by the layers of `unit`; None for dynamic and for no activation quantization."""
     if scheme is None or scheme.dynamic or stats is None:
         return None
-    amax = _input_amax(unit, scheme, stats)
+    amax = _input_amax(unit, stats)
     if not bool(amax > 0):
         block, expert, _ = unit[0].partition(".experts.")
         seen = {name: amax_K for name, amax_K in stats.amax_K.items() if name.startswith(block)}
@@ -194,13 +193,7 @@ def unseen_notes(arch: ArchMap, unseen: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _input_amax(unit: Sequence[str], scheme: TensorScheme, stats: LayerStats) -> Tensor:
+def _input_amax(unit: Sequence[str], stats: LayerStats) -> Tensor:
     """Range of the input that all of `unit` read, `[1]`; 0 when calibration never saw it."""
     known = [tensor_amax(stats.amax_K[layer]) for layer in unit if layer in stats.amax_K]
-    amax = torch.stack(known).amax(0) if known else torch.zeros(1)
-    sample = next((stats.inputs_TK[layer] for layer in unit if layer in stats.inputs_TK), None)
-    if scheme.clip.method == "absmax" or sample is None or not sample.numel():
-        return amax
-    _, hi = clipped_range(sample.reshape(1, -1).float(), scheme.fmt, scheme.clip, True)
-    # A clip that cuts nothing off the sample has no reason to cut what the sample missed.
-    return amax if bool(hi >= tensor_amax(sample)) else torch.minimum(amax, hi.reshape(1))
+    return torch.stack(known).amax(0) if known else torch.zeros(1)

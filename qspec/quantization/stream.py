@@ -20,7 +20,7 @@ from qspec.kept import Entry, Kept
 from qspec.plan import LayerScheme, QuantPlan
 from qspec.progress import Progress
 from qspec.provenance import staged_dir
-from qspec.quantization import choose, gptq as sequential, smooth as transform
+from qspec.quantization import gptq as sequential, smooth as transform
 from qspec.quantization.calibrate import calibrate_piece
 from qspec.quantization.pieces import CPU, at_work, embedded, piece_plan, pieces, placed
 from qspec.quantization.rtn import quantize, require_finite, unseen_experts, unseen_notes
@@ -155,8 +155,6 @@ def _quantize(piece: LoadedModel, job: StreamJob, plan: QuantPlan, states: Mappi
     if FLOAT in states:
         stats, after[FLOAT] = calibrate_piece(piece, states[FLOAT])
     piece, stats, rewrites = transform.transform(piece, stats, job.spec, job.fusion, plan)
-    decisions = [] if stats is None else choose.decide(piece, stats, plan, job.spec)
-    plan = choose.decided(plan, piece.arch, decisions)
     quantized = quantize(piece, stats, plan, job.fusion.share_scales)
     choices: list[sequential.Choice] = []
     if QUANTIZED in states:
@@ -165,7 +163,6 @@ def _quantize(piece: LoadedModel, job: StreamJob, plan: QuantPlan, states: Mappi
         "notes": list(quantized.notes),
         "unseen_experts": unseen_experts(piece.arch, quantized.linears, stats),
         "rewrites": asdict(rewrites),
-        "decisions": [decision.record() for decision in decisions],
         "choices": [asdict(choice) for choice in choices],
     }
     return _Done(quantized, record, after)
@@ -183,17 +180,14 @@ def _assemble(
     records = [piece.value for piece in done]
     rewrites = [transform.Rewrites(**record["rewrites"]) for record in records]
     notes = transform.notes(rewrites, job.spec, job.fusion)
-    decisions = [choose.Decision.read(record) for piece in records for record in piece["decisions"]]
-    notes += choose.choice_notes(decisions, job.spec)
     notes += [note for record in records for note in record["notes"]]
     unseen = {layer: count for record in records for layer, count in record["unseen_experts"].items()}
     notes += unseen_notes(model.arch, unseen)
     choices = [sequential.Choice(**choice) for record in records for choice in record["choices"]]
     if choices:
         notes += sequential.notes(choices, texts)
-    plan = choose.compact(choose.decided(job.plan, model.arch, decisions), model.arch) if decisions else job.plan
     whole = QuantizedModel(
-        model.arch, {}, {}, plan, model.config, model.tokenizer, model.source, notes=(*job.notes, *notes)
+        model.arch, {}, {}, job.plan, model.config, model.tokenizer, model.source, notes=(*job.notes, *notes)
     )
     with staged_dir(out) as part:
         where: dict[str, str] = {}

@@ -35,7 +35,6 @@ _READ = 20
 """Failures that are looked at."""
 _MARK = "is_rule"
 _COUNT = {1: "one", 2: "two"}
-_HINT = {"fp8_e5m2": "vLLM refuses E5M2 KV beside FP8 weights, use 'fp8_e4m3'"}
 
 
 def validate(model: type[M], data: Any, where: str, error: type[QspecError] = RecipeError) -> M:
@@ -201,7 +200,7 @@ def _fix(problem: Any, holder: type[BaseModel]) -> str:
             valid = re.findall(r"'([^']*)'", " ".join(str(v) for v in problem["ctx"].values()))
             given = problem["input"]
             given = str(given.get("kind", "") if isinstance(given, dict) else given)
-            return _HINT.get(given) or (closest(given, [v for v in valid if v != given]) or "pick one of them").strip()
+            return (closest(given, [v for v in valid if v != given]) or "pick one of them").strip()
         case "string_pattern_mismatch" if "http" in problem["ctx"]["pattern"]:
             return "give an address, such as http://localhost:8000/v1"
         case "too_short":

@@ -8,7 +8,6 @@ from pydantic_core import PydanticKnownError
 
 from qspec.schema.problems import broken_rules, rule
 from qspec.scheme_table import (
-    E5M2,
     GROUP,
     HADAMARD,
     IN_GROUPS,
@@ -27,7 +26,7 @@ RANDOM_ROWS = 8
 
 
 def _known(name: str) -> str:
-    names = [row.name for row in SCHEMES.values() if row.named]
+    names = [row.name for row in SCHEMES.values()]
     if name not in names:
         *first, last = map(repr, names)
         raise PydanticKnownError("literal_error", {"expected": f"{', '.join(first)} or {last}"})
@@ -51,9 +50,9 @@ class Strict(BaseModel):
 
 
 class ClipSpec(Strict):
-    """Range of a block: its maximum, a percentile of |x|, or the clip of least squared error or KL divergence."""
+    """Range of a block: its maximum, a percentile of |x|, or the clip of least squared error."""
 
-    method: Literal["absmax", "percentile", "mse", "kl"] = "absmax"
+    method: Literal["absmax", "percentile", "mse"] = "absmax"
     percentile: float = Field(default=99.9, gt=50, le=100)
 
 
@@ -110,7 +109,7 @@ _AT_RUN_TIME = "set granularity: token_head or channel"
 class KVPartSpec(Strict):
     """How keys, or values, are stored where they differ from the rest of `kv`."""
 
-    format: Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4"]
+    format: Literal["fp8_e4m3", "int8", "int4"]
     granularity: Literal["tensor", "head", "token_head", "channel"]
     group: int = Field(default=32, ge=8, le=1024, description="tokens that share the scales of `channel`")
     outliers: float = Field(default=0.0, ge=0, le=5, description="percent kept in float")
@@ -133,7 +132,7 @@ class KVSpec(Strict):
     granularity auto: tensor, head or token_head by measured KL, and in float what none of them holds.
     """
 
-    format: Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4"] = "fp8_e4m3"
+    format: Literal["fp8_e4m3", "int8", "int4"] = "fp8_e4m3"
     granularity: Literal["tensor", "head", "token_head", "auto"] = "tensor"
     scales: Literal["calibrated", "cast", "auto"] = "calibrated"
     key: KVPartSpec | None = None
@@ -197,9 +196,7 @@ class QuantSpec(Strict):
     """How one model is quantized."""
 
     engine: Literal["qspec", "llmcompressor"] = "qspec"
-    scheme: Scheme = Field(
-        default="W8A8", description="; ".join(f"{row.name}: {row.help}" for row in SCHEMES.values() if row.named)
-    )
+    scheme: Scheme = Field(default="W8A8", description="; ".join(f"{row.name}: {row.help}" for row in SCHEMES.values()))
     method: Literal["rtn", "gptq", "smoothquant+gptq", "awq", "autoround"] = "rtn"
     group_size: int | None = Field(
         default=None,
@@ -215,12 +212,6 @@ class QuantSpec(Strict):
     smoothing: SmoothingSpec | None = None
     rotation: RotationSpec | None = None
     outliers: OutlierSpec | None = None
-    activation_scales: Literal["scheme", "auto"] = Field(
-        default="scheme", description="auto: static or dynamic per layer, by measured output error"
-    )
-    fp8_format: Literal["e4m3", "adaptive"] = Field(
-        default="e4m3", description="adaptive: E4M3 or E5M2 per tensor, by measured output error"
-    )
     mixed: MixedSpec | None = None
     random_rows: int = Field(
         default=RANDOM_ROWS,
@@ -244,7 +235,6 @@ class QuantSpec(Strict):
         used = {
             IN_GROUPS: any(SCHEMES[name].grouped and size is not None for name, size in (*own, *whole)),
             OUTLIERS: self.outliers is not None,
-            E5M2: self.fp8_format == "adaptive",
             HADAMARD: self.rotation is not None and self.rotation.r4,
         }
         return tuple(modifier for modifier, given in used.items() if given)
@@ -298,28 +288,6 @@ class QuantSpec(Strict):
             raise ValueError(f"symmetric: false is for 4-bit weights; set scheme: {fits}, or leave it out")
         if not self.symmetric and self.mixed is not None:
             raise ValueError("mixed weighs symmetric schemes; leave symmetric: false out, or name schemes by rules")
-
-    @rule
-    def _choices_have_a_subject(self) -> None:
-        choices = {
-            "clip.method kl": self.clip.method == "kl",
-            "activation_scales auto": self.activation_scales == "auto",
-        }
-        choices["fp8_format adaptive"] = self.fp8_format == "adaptive"
-        for name in (name for name, set_ in choices.items() if set_ and self.engine != "qspec"):
-            raise ValueError(f"{name} belongs to engine qspec; set engine: qspec, or leave it out")
-        if self.activation_scales == "auto" and not any(row.twins for row in self.rows):
-            fits = named(rows_that(lambda row: row.twins is not None))
-            raise ValueError(f"activation_scales auto chooses for the schemes {fits}; set one, or leave it out")
-        if self.activation_scales == "auto" and IN_GROUPS in self.modifiers:
-            raise ValueError("W8A8 in groups makes its scales at run time; leave activation_scales or group_size out")
-        if self.fp8_format == "adaptive" and not any(row.float8 for row in self.rows):
-            fits = named(rows_that(lambda row: row.float8))
-            raise ValueError(f"fp8_format adaptive chooses for FP8 schemes; set scheme: {fits}")
-        if self.clip.method == "kl" and not any(row.whole for row in self.rows) and self.activation_scales != "auto":
-            fits = named(rows_that(lambda row: row.whole))
-            rule = f"clip.method kl compares histograms of whole tensors: weights of {fits}, and static inputs"
-            raise ValueError(f"{rule}; set scheme: {fits}, activation_scales: auto, or clip.method: mse")
 
 
 class ModelSpec(Strict):

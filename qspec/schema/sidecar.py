@@ -11,14 +11,14 @@ NAME = "qspec.json"
 VERSION: Literal[1] = 1
 
 
-Format = Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4"]
+Format = Literal["fp8_e4m3", "int8", "int4"]
 Number = Annotated[int, Field(ge=0, le=MOST)]
 
 
 class SavedClip(Strict):
     """`numerics.clipping.Clip`."""
 
-    method: Literal["absmax", "percentile", "mse", "kl"]
+    method: Literal["absmax", "percentile", "mse"]
     percentile: float = Field(gt=0, le=100)
 
 
@@ -27,7 +27,6 @@ class SavedScheme(Strict):
 
     name: str = Field(min_length=1)
     weight_clip: SavedClip | None = None
-    activation_clip: SavedClip | None = None
     outliers: float = Field(default=0.0, ge=0, le=5)
 
 

@@ -8,8 +8,8 @@ from qspec.bridges.compressed import refuse_tied_head
 from qspec.errors import Problems, RecipeError
 from qspec.numerics.quantization.blocks import PerBlock, PerGroup
 from qspec.numerics.quantization.clipping import Clip
-from qspec.numerics.quantization.formats import FORMATS, FP8_E5M2
-from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule, TensorScheme
+from qspec.numerics.quantization.formats import FORMATS
+from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule
 from qspec.records import ArchMap
 from qspec.schema.devices import read_device
 from qspec.schema.quantization import KVPartSpec, KVSpec, QuantSpec
@@ -68,23 +68,14 @@ def validate_plan(plan: QuantPlan, arch: ArchMap, device: str = "cpu") -> dict[s
 
 
 def scheme_label(scheme: LayerScheme | None) -> str:
-    """Short name for people: `W8A8`, `W4A16 g64 +0.5%`, `FP8 mse`; `none` for a layer that keeps its dtype.
-
-    Float8 is E4M3 unless `w:e5m2` (weights) or `a:e5m2` (inputs) is said.
-    """
+    """Short name for people: `W8A8`, `W4A16 g64 +0.5%`, `FP8 mse`; `none` for a layer that keeps its dtype."""
     if scheme is None:
         return "none"
     group = f" g{scheme.weight.granularity.size}" if isinstance(scheme.weight.granularity, PerGroup) else ""
     zeros = "" if scheme.weight.symmetric else " asymmetric"
     clip = "" if scheme.weight.clip.method == "absmax" else f" {scheme.weight.clip.method}"
     sparse = f" +{scheme.outliers:g}%" if scheme.outliers else ""
-    wide = "".join(f" {side}:e5m2" for side, part in _sides(scheme) if part.fmt == FP8_E5M2)
-    return scheme.name + group + zeros + clip + sparse + wide
-
-
-def _sides(scheme: LayerScheme) -> list[tuple[str, TensorScheme]]:
-    inputs = [] if scheme.activation is None else [("a", scheme.activation)]
-    return [("w", scheme.weight), *inputs]
+    return scheme.name + group + zeros + clip + sparse
 
 
 def needs_statistics(schemes: Mapping[str, LayerScheme | None], plan: QuantPlan, spec: QuantSpec) -> list[str]:
@@ -95,8 +86,6 @@ def needs_statistics(schemes: Mapping[str, LayerScheme | None], plan: QuantPlan,
         "smoothing": spec.smoothing is not None,
         "mixed precision": spec.mixed is not None,
         "outliers": spec.outliers is not None,
-        "activation_scales": spec.activation_scales == "auto",
-        "fp8_format": spec.fp8_format == "adaptive",
         spec.method: spec.method != "rtn",
     }
     needing = [reason for reason, needed in reasons.items() if needed]

@@ -115,8 +115,6 @@ def refusal(kv: KVScheme) -> str | None:
     parts = [what for what, used in own.items() if used]
     if parts:
         return f"only qspec's cache has {' and '.join(parts)}"
-    if "fp8_e5m2" in (key.fmt.name, value.fmt.name):
-        return "vLLM refuses E5M2 KV beside FP8 weights, and has corrupted output with it"
     return None if key == value else "vLLM stores keys and values in one format"
 
 

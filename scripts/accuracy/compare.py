@@ -128,5 +128,4 @@ def exported_format(plan: QuantPlan, arch: ArchMap) -> tuple[dict[str, LayerSche
 
 
 def _without_clip(scheme: LayerScheme) -> LayerScheme:
-    activation = scheme.activation and replace(scheme.activation, clip=ABSMAX)
-    return replace(scheme, weight=replace(scheme.weight, clip=ABSMAX), activation=activation)
+    return replace(scheme, weight=replace(scheme.weight, clip=ABSMAX))

@@ -13,7 +13,7 @@ from torch import Tensor
 from qspec.bridges import compressed
 from qspec.bridges.tensors import read_tensors, write_tensors
 from qspec.errors import OutputError, RecipeError, SourceError
-from qspec.numerics.quantization.blocks import PerGroup
+from qspec.numerics.quantization.blocks import PerGroup, PerTensor
 from qspec.numerics.quantization.formats import INT4, SCALE_FLOOR
 from qspec.numerics.quantization.outliers import same_matrix
 from qspec.plan import LayerScheme, QuantPlan, Rule, TensorScheme
@@ -82,11 +82,13 @@ def test_transformers_computes_the_same(source: Path, tmp_path: Path, name: str)
     assert distance(logits(transformers_model(tmp_path)), reference_logits(source, model)) < 5e-3
 
 
-@pytest.mark.parametrize("static", ["W8A8_STATIC", "FP8_STATIC"])
-def test_transformers_computes_static_beside_dynamic(source: Path, tmp_path: Path, static: str) -> None:
+@pytest.mark.parametrize("name", ["W8A8", "FP8_DYNAMIC"])
+def test_transformers_computes_static_beside_dynamic(source: Path, tmp_path: Path, name: str) -> None:
     """Would catch a stored input scale that is ignored beside channel scales, or groups that swap their layers."""
-    rules = (Rule("lm_head", None), Rule("down_proj", SCHEMES[static].layer()), Rule("o_proj", SCHEMES[static].layer()))
-    plan = QuantPlan(SCHEMES[static.removesuffix("_STATIC").replace("FP8", "FP8_DYNAMIC")].layer(), rules)
+    dynamic = SCHEMES[name].layer()
+    assert dynamic is not None
+    static = replace(dynamic, activation=TensorScheme(dynamic.weight.fmt, PerTensor()))
+    plan = QuantPlan(dynamic, (Rule("lm_head", None), Rule("down_proj", static), Rule("o_proj", static)))
     model = quantize(load(source), observe(source), plan)
     compressed.write(model, tmp_path, torch.float32)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -354,7 +356,7 @@ INT4_KV = {"format": "int4", "granularity": "token_head"}
 OWN_KV = [
     {"granularity": "head", "query": "head", "skip_layers": (1,)},
     {"granularity": "tensor", "query": "tensor", "value": {"format": "int8", "granularity": "token_head"}},
-    {"format": "fp8_e5m2", "residual": 64, "key": {"format": "int4", "granularity": "channel", "outliers": 1.0}},
+    {"format": "fp8_e4m3", "residual": 64, "key": {"format": "int4", "granularity": "channel", "outliers": 1.0}},
     {"format": "int4", "granularity": "token_head", "value": {**INT4_KV, "outliers": 2.0}},
 ]
 

@@ -36,7 +36,7 @@ KV: dict[str, dict[str, Any] | None] = {
     "int8": {"format": "int8", "granularity": "token_head"},
     "outliers": {"value": {"format": "int4", "granularity": "token_head", "outliers": 5.0}},
     "two kinds": {"format": "fp8_e4m3", "value": {"format": "int4", "granularity": "token_head"}},
-    "skipped": {"format": "fp8_e5m2", "query": None, "skip_layers": (1,)},
+    "skipped": {"format": "fp8_e4m3", "query": None, "skip_layers": (1,)},
 }
 WINDOWED: dict[str, dict[str, Any]] = {
     "residual": {"format": "int8", "granularity": "token_head", "residual": 3},

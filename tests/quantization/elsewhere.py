@@ -86,10 +86,10 @@ LIBRARY.fallback(lambda func, *args, **kwargs: run(func, args, kwargs), "Private
 
 SPECS: dict[str, dict[str, Any]] = {
     "stored scales": {"scheme": "FP8", "kv": {"format": "fp8_e4m3", "query": "head"}},
-    "smoothing": {"scheme": "W8A8", "smoothing": {}, "clip": {"method": "mse"}, "activation_scales": "auto"},
+    "smoothing": {"scheme": "W8A8", "smoothing": {}, "clip": {"method": "mse"}},
     "feedback": {"scheme": "W4A16", "group_size": 32, "method": "gptq", "random_rows": 1, "symmetric": False},
     "feedback of INT8": {"scheme": "W8A8", "method": "gptq"},
-    "choices": {"scheme": "FP8", "fp8_format": "adaptive", "kv": {"granularity": "auto", "scales": "auto"}},
+    "choices": {"scheme": "FP8", "kv": {"granularity": "auto", "scales": "auto"}},
     "outliers": {"scheme": "W4A16", "group_size": 32, "outliers": {"share": 0.5}},
     "mixed": {"mixed": {"bits": 9.0, "candidates": ["W8A8", "FP8_DYNAMIC", "none"]}, "ignore": []},
     "mixed by KL": {"mixed": {"bits": 9.0, "metric": "kl", "candidates": ["W8A8", "none"]}},

@@ -127,10 +127,6 @@ def test_only_these_mixes_are_recipes() -> None:
         ({"mixed": {"bits": 6, "candidates": ["W8A8", "W8A8"]}}, "name each once"),
         ({"mixed": {"bits": 6, "candidates": ["W8A8"]}}, "at least 2"),
         ({"mixed": {"bits": 6}, "engine": "llmcompressor"}, "mixed belongs to engine qspec"),
-        (
-            {"mixed": {"bits": 9, "candidates": ["W4A16", "none"]}, "activation_scales": "auto"},
-            "chooses for the schemes",
-        ),
     ):
         with pytest.raises(ValueError, match=part):
             QuantSpec.model_validate(fields)

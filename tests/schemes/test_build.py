@@ -6,8 +6,7 @@ import pytest
 
 from qspec.errors import RecipeError
 from qspec.numerics.quantization.blocks import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from qspec.numerics.quantization.clipping import Clip
-from qspec.numerics.quantization.formats import FP8_E5M2, INT8
+from qspec.numerics.quantization.formats import INT8
 from qspec.plan import TensorScheme
 from qspec.quantization.units import candidate_schemes
 from qspec.records import ArchMap
@@ -156,8 +155,6 @@ def test_a_plan_that_the_device_cannot_run_is_refused(device: str, scheme: str, 
         ({"smoothing": SmoothingSpec()}, ["smoothing"]),
         ({"engine": "llmcompressor", "method": "gptq"}, ["gptq"]),
         ({"method": "gptq", "smoothing": SmoothingSpec()}, ["smoothing", "gptq"]),
-        ({"scheme": "W8A8", "activation_scales": "auto"}, ["activation_scales"]),
-        ({"scheme": "FP8_DYNAMIC", "fp8_format": "adaptive"}, ["fp8_format"]),
         ({"scheme": "W4A16", "group_size": 8, "clip": ClipSpec(method="mse")}, []),
         ({"clip": ClipSpec(method="mse"), "method": "gptq"}, ["gptq", "clip mse (weighted by inputs)"]),
         ({"clip": ClipSpec(method="mse"), "kv": KVSpec()}, ["KV scales", "clip mse (weighted by inputs)"]),
@@ -169,34 +166,6 @@ def test_calibration_happens_when_something_needs_it(fields: dict, reasons: list
     spec = QuantSpec(**fields)
     plan = build_plan(spec)
     assert needs_statistics(plan.resolve(ARCH.linears()), plan, spec) == reasons
-
-
-def test_kl_is_for_whole_tensors():
-    """Would catch `kl` on channels or groups, whose histograms are too thin, or on inputs without a stored range."""
-    kl = Clip("kl")
-    found = {name: SCHEMES[name].layer(64, kl) for name in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16")}
-    assert {name for name, scheme in found.items() if scheme and scheme.weight.clip == kl} == {"FP8"}
-    clips = {name: scheme.activation.clip for name, scheme in found.items() if scheme and scheme.activation}
-    assert [name for name, clip in clips.items() if clip == kl] == ["FP8"]
-
-
-@pytest.mark.parametrize("clip", [Clip("percentile", 99.0), Clip("mse")], ids=lambda clip: clip.method)
-def test_other_clips_are_for_weights(clip: Clip):
-    """Would catch static input scales that change with a setting that was for weights."""
-    scheme = SCHEMES["FP8"].layer(clip=clip)
-    assert scheme is not None
-    assert scheme.activation is not None
-    assert (scheme.weight.clip, scheme.activation.clip) == (clip, Clip())
-
-
-def test_labels_tell_the_float_format():
-    """Would catch a plan, or a report, that shows two formats as one."""
-    scheme = SCHEMES["FP8"].layer()
-    assert scheme is not None
-    assert scheme.activation is not None
-    wide = replace(scheme, weight=replace(scheme.weight, fmt=FP8_E5M2))
-    both = replace(wide, activation=replace(scheme.activation, fmt=FP8_E5M2))
-    assert [scheme_label(s) for s in (scheme, wide, both)] == ["FP8", "FP8 w:e5m2", "FP8 w:e5m2 a:e5m2"]
 
 
 def test_the_experts_of_a_layer_have_one_scheme():

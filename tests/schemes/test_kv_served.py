@@ -19,7 +19,6 @@ CHANNEL = {"format": "int8", "granularity": "channel"}
         ({"format": "int4", "granularity": "token_head"}, "INT4 KV"),
         ({**TOKEN, "key": CHANNEL, "residual": 64}, "channel scales and a residual window"),
         ({**TOKEN, "value": {**TOKEN, "outliers": 1}}, "KV outliers"),
-        ({"format": "fp8_e5m2"}, "corrupted"),
         ({"value": TOKEN}, "one format"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Range of a block before its scale: maximum, percentile of |x|, or least squared error or KL divergence."""
+"""Range of a block before its scale: maximum, percentile of |x|, or least squared error."""
 
 from dataclasses import dataclass
 import math
@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qspec.numerics.quantization.codes import dequantize_blocks, quantize_blocks, range_scale, symmetric_scale
+from qspec.numerics.quantization.codes import dequantize_blocks, quantize_blocks, range_scale
 from qspec.numerics.quantization.formats import NumFormat
 
 SHRINK = tuple(1 - step / 40 for step in range(29))
@@ -16,19 +16,15 @@ SHRINK = tuple(1 - step / 40 for step in range(29))
 CHUNK = 1 << 16
 """Elements that `mse` works on at once: its temporaries stay in cache, and small beside the weight."""
 
-BINS = 2048
-"""Bins of the histogram of |x| that `kl` compares with itself; it tries every 16th edge from the 128th on."""
-
 
 @dataclass(frozen=True)
 class Clip:
     """How the range of a block is chosen before its scale.
 
-    `percentile` (of |x|, in percent) is read by the method of that name only. `kl` compares histograms, so it is for
-    blocks of many more values than `BINS`: whole tensors.
+    `percentile` (of |x|, in percent) is read by the method of that name only.
     """
 
-    method: Literal["absmax", "percentile", "mse", "kl"] = "absmax"
+    method: Literal["absmax", "percentile", "mse"] = "absmax"
     percentile: float = 99.9
 
 
@@ -58,10 +54,6 @@ def clipped_range(
                 for i, part in enumerate(torch.split(blocks_BS, rows))
             ]
             return torch.cat([lo for lo, _ in parts]), torch.cat([hi for _, hi in parts])
-        case "kl":
-            lo, hi = _full_range(blocks_BS, symmetric)
-            bound = torch.stack([_least_divergence(block_S, fmt) for block_S in blocks_BS]).reshape(-1, 1)
-            return torch.maximum(lo, -bound), torch.minimum(hi, bound)
 
 
 def squared_error(
@@ -87,30 +79,6 @@ def squared_error(
     return total_B1
 
 
-def divergence(counts_N: Tensor, amax: float, fmt: NumFormat, edge: int) -> float:
-    """KL divergence in nats between a histogram of |x| clipped at its `edge`-th bin and the same once quantized.
-
-    counts: over equal bins of `[0, amax]`. As in TensorRT's calibration (Migacz 2017) what lies beyond counts for the
-    last bin that holds something, and quantization, which has not seen that, cannot tell bins of one code apart: their
-    mass spreads evenly over those that hold something. Infinite where no value is kept.
-    """
-    kept_E = counts_N[:edge].double()
-    if not kept_E.any():
-        return math.inf
-    clipped_E = kept_E.clone()
-    clipped_E[kept_E.nonzero().max()] += counts_N[edge:].sum()
-    width = amax / len(counts_N)
-    centres_1E = ((torch.arange(edge) + 0.5) * width)[None]
-    scale = symmetric_scale(torch.tensor([[edge * width]]), fmt)
-    _, code_E = quantize_blocks(centres_1E, scale, None, fmt)[0].float().unique_consecutive(return_inverse=True)
-    held_E = (kept_E > 0).double()
-    zeros_C = torch.zeros(int(code_E.max()) + 1, dtype=torch.float64)
-    mean_C = zeros_C.index_add(0, code_E, kept_E) / zeros_C.index_add(0, code_E, held_E).clamp_min(1)
-    quantized_E = mean_C[code_E] * held_E
-    p_E, q_E = clipped_E / clipped_E.sum(), quantized_E / quantized_E.sum()
-    return float(torch.where(p_E > 0, p_E * (p_E / q_E).log(), 0.0).sum())
-
-
 def _full_range(blocks_BS: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of every block, or ∓ its largest magnitude."""
     # two passes, a tenth of the time of `aminmax` on a CPU
@@ -134,23 +102,6 @@ def _rows_in_turn(weight_PS: Tensor | None, first: int, count: int) -> Tensor | 
     if weight_PS is None or weight_PS.shape[0] == 1:
         return weight_PS
     return weight_PS[torch.arange(first, first + count) % weight_PS.shape[0]]
-
-
-def _least_divergence(block_S: Tensor, fmt: NumFormat) -> Tensor:
-    """The bound of |x| with the least `divergence`; the widest of equals, so all of a block that gains nothing."""
-    amax = block_S.abs().amax().float()
-    if amax == 0:
-        return amax
-    counts_N = torch.zeros(BINS, dtype=torch.int64)
-    for part in torch.split(block_S, CHUNK):
-        bins = (part.float().abs() * (BINS / amax)).long().clamp_max(BINS - 1)
-        counts_N += torch.bincount(bins, minlength=BINS)
-    least, bound = math.inf, BINS
-    for edge in range(BINS, 127, -16):
-        loss = divergence(counts_N, float(amax), fmt, edge)
-        if loss < least:
-            least, bound = loss, edge
-    return amax * (bound / BINS)
 
 
 def _least_error(blocks_BS: Tensor, fmt: NumFormat, symmetric: bool, weight_BS: Tensor | None) -> tuple[Tensor, Tensor]:

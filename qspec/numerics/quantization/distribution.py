@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from qspec.numerics.quantization.affine import tensor_amax
 from qspec.numerics.quantization.blocks import Granularity, to_blocks
 from qspec.numerics.quantization.clipping import ABSMAX, CHUNK, clipped_range, squared_error
 from qspec.numerics.quantization.formats import NumFormat
@@ -69,24 +68,6 @@ def kurtosis(x: Tensor) -> float:
         second += float(squares.sum())
         fourth += float(squares @ squares)
     return x.numel() * fourth / second**2 if second else math.nan
-
-
-def peak_ratio(x: Tensor) -> float:
-    """Largest magnitude over root mean square: how far outliers stretch the range; NaN without a value above 0."""
-    energy = sum(float(part.square().sum(dtype=torch.float64)) for part in _chunks(x))
-    return float(tensor_amax(x)) / math.sqrt(energy / x.numel()) if energy else math.nan
-
-
-def below_share(blocks_BS: Tensor, scale_B1: Tensor, fmt: NumFormat) -> float:
-    """Share of values other than 0 below the float format's smallest subnormal at their block's scale."""
-    limits = torch.finfo(fmt.storage)
-    least_B1 = scale_B1 * (limits.smallest_normal * limits.eps)
-    small = held = 0
-    for part, least_b1 in zip(*(torch.split(x, _rows(blocks_BS)) for x in (blocks_BS, least_B1)), strict=True):
-        magnitudes = part.float().abs()
-        small += int(((magnitudes > 0) & (magnitudes < least_b1)).sum())
-        held += int((magnitudes > 0).sum())
-    return small / held if held else math.nan
 
 
 def sqnr_db(signal: float, noise: float) -> float:

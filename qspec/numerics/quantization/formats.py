@@ -23,9 +23,8 @@ class NumFormat:
 INT4 = NumFormat("int4", 4, False, -8, 7, torch.int8)
 INT8 = NumFormat("int8", 8, False, -128, 127, torch.int8)
 FP8_E4M3 = NumFormat("fp8_e4m3", 8, True, -448.0, 448.0, torch.float8_e4m3fn)
-FP8_E5M2 = NumFormat("fp8_e5m2", 8, True, -57344.0, 57344.0, torch.float8_e5m2)
 
-FORMATS = {f.name: f for f in (INT4, INT8, FP8_E4M3, FP8_E5M2)}
+FORMATS = {f.name: f for f in (INT4, INT8, FP8_E4M3)}
 
 SCALE_FLOOR = 1.0 / (448.0 * 512.0)
 """Smallest scale ever exported: below it, FP8 serving kernels underflow (vLLM uses the same floor)."""

@@ -23,7 +23,7 @@ from qspec.ops.cuda.rows import BITS, KINDS, encode, stored_bits
 from qspec.ops.cuda.tuning import fastest
 from qspec.ops.reference_cuda import CudaWeight
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = torch.float8_e4m3fn
 DOTS = {torch.int8: tl.int8, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -66,7 +66,7 @@ def few_rows_kernel(
     """A tile of `BN` outputs, from `steps` blocks of `BK` stored inputs; a row of weights is `width` long as stored.
 
     STEPS_A_GROUP 0: one scale per output. WHOLE: sums are integers. DOT: the type that both operands are given, None
-    for FP8, whose two formats the tensor cores multiply as they are. `scale_step` 0: all rows have one scale. With
+    for FP8, which the tensor cores multiply as it is. `scale_step` 0: all rows have one scale. With
     SPLITS > 1 the unscaled parts `[SPLITS, rows, outputs]` are written.
     """
     n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
@@ -246,8 +246,8 @@ def product(x: torch.dtype, weight: CudaWeight) -> torch.dtype | None:
     w, group = weight.codes.dtype, stored_group(weight)
     if x == torch.int8 and (weight.fmt == INT4 or w == torch.int8):
         dot = torch.int8
-    elif x in FP8 and w in FP8:
-        dot = w
+    elif x == w == FP8:
+        dot = FP8
     elif x in BITS and (weight.fmt is not None or w == x):
         dot = x
     else:

@@ -58,7 +58,7 @@ def linear(x: Rows, weight: CudaWeight) -> Tensor:
     dot = product(codes_NK.dtype, weight)
     coded = scale_N is not None and weight.group_size is None and weight.fmt != INT4
     int8 = coded and dot == torch.int8
-    fp8 = coded and dot in FP8 and _takes_fp8(codes_NK, weight.codes)
+    fp8 = coded and dot == FP8 and _takes_fp8(codes_NK, weight.codes)
     most = FEW if int8 or fp8 or weight.fmt is None else 4 * FEW
     if len(codes_NK) <= most and dot is not None:
         return few_rows(codes_NK, scale_N, weight, best_tiles(codes_NK, scale_N, weight))
@@ -118,7 +118,7 @@ def _fp8(codes_NK: Tensor, scale_N: Tensor, weight: CudaWeight) -> Tensor:
 
 
 def _takes_fp8(a: Tensor, b: Tensor) -> bool:
-    return capability(a.device) >= (8, 9) and (a.dtype, b.dtype) != (torch.float8_e5m2, torch.float8_e5m2)
+    return capability(a.device) >= (8, 9)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -187,7 +187,7 @@ KEYS = {"format": "int4", "granularity": "channel", "group": 8}
     [
         {"format": "int4", "granularity": "token_head", "key": KEYS, "residual": 8},
         {"format": "int8", "granularity": "token_head", "residual": 3},
-        {"format": "fp8_e5m2", "query": None, "skip_layers": (1,)},
+        {"format": "fp8_e4m3", "query": None, "skip_layers": (1,)},
         {"granularity": "head", "query": "head", "value": {"format": "int4", "granularity": "token_head"}},
     ],
 )

@@ -51,7 +51,7 @@ def check(got: Tensor, want: Tensor) -> None:
         (F32, FP8, False, 5, 2, 4, 80),
         (BF16, FP8, True, 2, 1, 5, 128),
         (F32, INT8, True, 3, 8, 1, 16),
-        (F32, torch.float8_e5m2, True, 6, 1, 3, 24),
+        (F32, FP8, True, 6, 1, 3, 24),
     ],
 )
 def test_attention(
@@ -141,7 +141,7 @@ def test_a_short_context_has_few_parts_in_a_long_cache(device: torch.device, mon
         (FP8, False, 2, 5, 5, 128, 128),
         (FP8, True, 3, 2, 6, 80, 80),
         (INT8, True, 2, 1, 8, 16, 16),
-        (torch.float8_e5m2, True, 1, 3, 3, 24, 8),
+        (FP8, True, 1, 3, 3, 24, 8),
     ],
 )
 def test_rope_write(
