@@ -302,32 +302,19 @@ def tune(
     recipe: RecipeFile,
     out: Annotated[
         Path | None,
-        _output(help="Output folder; default runs/<recipe name>, with --device …-what-if."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Predict another device from its data sheet; nothing is run there: h100, b200, … "
-            "cpu: this machine, measured, whatever the recipe's device."
-        ),
+        _output(help="Output folder; default runs/<recipe name>."),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Find the fastest pair within the recipe's budget: pieces are measured, pairs predicted, the best ones run.
 
     The space is the recipe's tune section; qspec plan shows it. Run it again to go on where it was killed. Writes
-    recipe.yaml, the job of the chosen pair, and predicted beside measured in tune.html and tune.json. With --device
-    acceptance and KL are measured here, and speed is predicted for that device: what-if-DEVICE.html and .json.
+    recipe.yaml, the job of the chosen pair, and predicted beside measured in tune.html and tune.json.
     """
     from qspec.schema.recipe import Recipe
-    from qspec.tune.search import tune as search, what_if
+    from qspec.tune.search import tune as search
 
-    job = Recipe.read(recipe, (*(overrides or ()), *(["device=cpu"] if device == "cpu" else [])))
-    if device not in (None, "cpu"):
-        folder = out or Path("runs") / f"{job.name}-what-if"
-        print(what_if(job, device, folder).why)
-        print(f"{folder}/what-if-{device}.html: predicted, nothing was run there")
-        return
+    job = Recipe.read(recipe, tuple(overrides or ()))
     folder = out or Path("runs") / job.name
     print(search(job, folder).why)
     print(f"{folder}/recipe.yaml: the chosen pair; make it: qspec run {folder}/recipe.yaml --out {folder}-chosen")

@@ -91,12 +91,12 @@ class Space:
     def combinations(self) -> int:
         return sum(len(self.lengths(draft)) for _, draft in self.pairs)
 
-    def resident(self, target: str, draft: str, context: int | None = None) -> int:
-        """Bytes of weights, and of both caches at a context, the timed one if none is said."""
+    def resident(self, target: str, draft: str) -> int:
+        """Bytes of weights, and of both caches at the context that passes are timed at."""
         halves: list[Footprint] = [self.targets[target].target.bytes]
         drafting = self.drafts[draft].drafting if draft != PLAIN else None
         halves += [drafting] if drafting is not None else []
-        return sum(half.resident + half.kv_bytes_per_token * (context or self.spec.context) for half in halves)
+        return sum(half.resident + half.kv_bytes_per_token * self.spec.context for half in halves)
 
 
 def as_data(space: Space) -> dict[str, Any]:

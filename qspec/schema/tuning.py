@@ -32,8 +32,7 @@ class TuneSpec(Strict, Generic[D]):
     (kinds model and self), in place of their own quantization and draft_vocab; `layers` mixes those schemes by layer.
     `lengths`: draft lengths beside plain decoding. `per_category` prompts of `benchmark` give the text that acceptance
     is measured on, `tokens` each; its next ones confirm. `context`: cached tokens where passes are timed, `repeats`
-    times; `contexts`: those that another device is predicted at, beside it. `confirm`: combinations that are run.
-    `evaluate`: targets of the front that answer the tasks of `evaluation` beside the original.
+    times. `confirm`: combinations that are run.
     """
 
     targets: dict[str, QuantSpec] = Field(default={})
@@ -48,14 +47,12 @@ class TuneSpec(Strict, Generic[D]):
     tokens: int = Field(default=64, ge=4, le=MOST)
     layers: LayersSpec | None = None
     context: int = Field(default=256, ge=8, le=MOST)
-    contexts: tuple[Annotated[int, Field(ge=8, le=MOST)], ...] = ()
     repeats: int = Field(default=7, ge=3, le=1000)
     confirm: int = Field(default=8, ge=1, le=1000)
-    evaluate: int = Field(default=0, ge=0, le=1000)
 
     @rule
     def _rising(self) -> None:
-        for name, values in (("lengths", self.lengths), ("batches", self.batches), ("contexts", self.contexts)):
+        for name, values in (("lengths", self.lengths), ("batches", self.batches)):
             if list(values) != sorted(set(values)):
                 raise ValueError(f"{name} {list(values)} do not rise; give each once, in order")
         if self.batches[0] != 1:

@@ -47,10 +47,10 @@ class Predictions:
         return pick(self.every, self.budget)
 
 
-def answer(space: Space, model: SeparableModel, budget: BudgetSpec, context: int | None = None) -> Predictions:
+def answer(space: Space, model: SeparableModel, budget: BudgetSpec) -> Predictions:
     """Every combination predicted: additive pieces make that cheap, so nothing has to be sampled."""
     every = tuple(
-        model.predict(target, draft, gamma, space.resident(target, draft, context))
+        model.predict(target, draft, gamma, space.resident(target, draft))
         for target, draft in space.pairs
         for gamma in space.lengths(draft)
     )

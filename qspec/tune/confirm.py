@@ -2,25 +2,19 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from itertools import groupby, product
 import math
 from typing import Any
 
-from qspec.bridges import harness
-from qspec.bridges.harness import TaskScores
 from qspec.kept import Kept
 from qspec.measure.arm import Arm, Run, TokenizedPrompt
 from qspec.measure.bench import measure
-from qspec.measure.evaluate import compare
 from qspec.numerics.statistics.student import ratio_interval
 from qspec.progress import Progress
 from qspec.schema.recipe import Recipe
-from qspec.schema.results import TaskResult
 from qspec.speculation.types import Generation, StepRecord
 from qspec.tune.answer import Predictions
-from qspec.tune.halves import ORIGINAL
-from qspec.tune.measure import Pieces
 from qspec.tune.predict import PairPrediction
 
 Rate = tuple[float, tuple[float, float] | None]
@@ -91,39 +85,3 @@ def _run(fields: dict[str, Any]) -> Run:
     generation = fields["generation"]
     steps = [StepRecord(**step) for step in generation["steps"]]
     return Run(**fields | {"generation": Generation(**generation | {"steps": steps})})
-
-
-BACKEND = "qspec"
-
-
-Tasks = Mapping[str, tuple[TaskResult, ...]]
-"""By target."""
-
-
-def targets_to_score(answer: Predictions, most: int) -> list[str]:
-    """Targets of the choice and the front, at most so many."""
-    return list(dict.fromkeys(p.target for p in (answer.chosen, *answer.front)))[:most]
-
-
-def measure_tasks(pieces: Pieces, targets: Sequence[str]) -> Tasks:
-    """The recipe's tasks of qspec's own backend; the original answers once, and nothing that is kept."""
-    halves = pieces.halves
-    recipe = halves.space.recipe
-    tasks = [task for task in recipe.evaluation.tasks if BACKEND in task.backends]
-
-    @cache
-    def scores(target: str, index: int) -> TaskScores:
-        pieces.progress.stage(f"{tasks[index].name} of {target}")
-        lm, eos_ids = halves.decoder(target), halves.target.arch.eos_ids
-        return harness.evaluate(lm, halves.target.tokenizer, tasks[index], eos_ids, pieces.progress)
-
-    def kept(target: str, index: int) -> TaskResult:
-        task, settings = tasks[index], pieces.setting([target])
-        fields = pieces.kept.value(
-            "task",
-            [task.model_dump(mode="json"), settings],
-            lambda: compare(task, BACKEND, scores(ORIGINAL, index), scores(target, index)).model_dump(mode="json"),
-        )
-        return TaskResult.model_validate(fields)
-
-    return {target: tuple(kept(target, index) for index in range(len(tasks))) for target in targets}

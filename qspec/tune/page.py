@@ -1,7 +1,7 @@
 """Result of a joint search, as data and as a page: predicted beside measured."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 import math
 from operator import attrgetter
@@ -9,12 +9,11 @@ from statistics import median
 from typing import Any
 
 from qspec.measure.arm import Run
-from qspec.measure.items import task_evidence, task_verdict
 from qspec.numerics.speculation.lowering import Levels
 from qspec.numerics.statistics.evidence import useful
 from qspec.numerics.statistics.predictive import TOLERANCE, excess_deviation, left_out, off, widened
 from qspec.planning.tune_space import Pruned
-from qspec.readable import count, interval, number, percent, percents, size
+from qspec.readable import interval, number, percent, size
 from qspec.report.document import (
     Block,
     Document,
@@ -29,7 +28,7 @@ from qspec.report.document import (
     tabulate,
 )
 from qspec.tune.answer import Predictions, within
-from qspec.tune.confirm import Rate, Tasks, halves, speed_of
+from qspec.tune.confirm import Rate, halves, speed_of
 from qspec.tune.layers import Lowered, as_data as layers_data
 from qspec.tune.predict import PairPrediction
 
@@ -77,13 +76,12 @@ class SearchResult:
     confirmed: tuple[Confirmed, ...]
     pruned: tuple[Pruned, ...]
     lowered: tuple[Lowered, ...] = ()
-    tasks: Tasks = field(default_factory=dict)
 
     @property
     def chosen(self) -> Confirmed:
         """The fastest within the budget, on the prompts that choose; without one the predicted choice."""
         budget = self.answer.budget
-        fitting = [c for c in self.confirmed if within(c.prediction, budget) and self._recovers(c.prediction.target)]
+        fitting = [c for c in self.confirmed if within(c.prediction, budget)]
         return max(fitting, key=lambda c: c.chosen_by or c.speed, default=self.confirmed[0])
 
     @property
@@ -135,12 +133,6 @@ class SearchResult:
         )
         return f"{text} {self.warning}" if self.warning else text
 
-    def _recovers(self, target: str) -> bool:
-        """Whether no task that was measured falls below the budget's recovery."""
-        least = self.answer.budget.min_recovery or 0.0
-        tasks = [task for task in self.tasks.get(target, ()) if task_evidence(task).chance is None]
-        return all(task.recovery is None or task.recovery >= least for task in tasks)
-
     @cached_property
     def _missed(self) -> tuple[list[float], list[float]]:
         """Errors of the confirmed predictions as logarithms, and the half-widths of their stated intervals."""
@@ -169,11 +161,6 @@ def as_data(result: SearchResult) -> dict[str, Any]:
         "confirmed": [_confirmed(result, c) for c in result.confirmed],
         "front": [_row(result, p) for p in result.answer.front],
         "layers": [layers_data(one) for one in result.lowered],
-        "tasks": [
-            {"target": target} | task.model_dump(mode="json", exclude={"rows"})
-            for target, tasks in result.tasks.items()
-            for task in tasks
-        ],
         "combinations": len(result.answer.every),
         "pruned": [list(entry) for entry in result.pruned],
     }
@@ -210,7 +197,6 @@ def document(result: SearchResult, name: str) -> Document:
             Table("Run in turns on prompts that acceptance was not measured on", columns, rows),
             Heading("Front"),
             Table("Not dominated in time, KL and memory; predicted", predicted, front),
-            *_tasks(result.tasks),
             *(block for one in result.lowered for block in _layers(one)),
             *((pruned,) if result.pruned else ()),
         ),
@@ -232,25 +218,6 @@ def _ends(ci: tuple[float, float] | None) -> str:
 def _cells(result: SearchResult, p: PairPrediction) -> tuple[str, ...]:
     speed = number(1 / p.seconds), _ends(result.interval(p))
     return (p.name, *speed, number(p.kl), interval(p.kl_ci), number(p.ttft), size(p.memory))
-
-
-def _tasks(tasks: Tasks) -> Iterator[Block]:
-    """Scores of both arms, and what their difference says."""
-    table = tabulate(
-        "Targets of the front against the original, item by item",
-        [(target, task) for target, of_target in tasks.items() for task in of_target],
-        ("target", lambda row: row[0]),
-        ("task", lambda row: row[1].task),
-        ("items", lambda row: count(row[1].original.n)),
-        ("original", lambda row: number(row[1].original.value)),
-        ("quantized", lambda row: number(row[1].quantized.value)),
-        ("recovery", lambda row: percent(row[1].recovery if row[1].recovery is not None else math.nan)),
-        ("95 % CI", lambda row: "" if task_evidence(row[1]).open else percents(row[1].recovery_ci)),
-        ("verdict", lambda row: task_verdict(row[1])),
-    )
-    if table.rows:
-        yield Heading("Tasks")
-        yield table
 
 
 def _layers(lowered: Lowered) -> Iterator[Block]:

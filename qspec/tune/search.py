@@ -15,17 +15,15 @@ from qspec.planning.tune_space import space_of
 from qspec.progress import Progress
 from qspec.provenance import atomic_write, environment, sole_writer
 from qspec.report.render import html as report_html
-from qspec.schema.devices import read_device
 from qspec.schema.recipe import Recipe
 from qspec.speculation.types import Sampling
 from qspec.tune.answer import Predictions, answer, pick
-from qspec.tune.confirm import Rate, confirm, finalists, measure_tasks, speed_of, targets_to_score
+from qspec.tune.confirm import Rate, confirm, finalists, speed_of
 from qspec.tune.halves import Halves
 from qspec.tune.layers import Lowered, Lowering, ladders
 from qspec.tune.measure import Pieces
 from qspec.tune.page import Confirmed, SearchResult, as_data, confirmed, document
 from qspec.tune.predict import SeparableModel
-from qspec.tune.whatif import WhatIf, on_device, predict_device
 
 SECONDS = "seconds"
 """The folder of all that was timed: without it a search predicts and runs in one sitting, and keeps the rest."""
@@ -106,7 +104,7 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> SearchR
     """
     if recipe.device != "cpu":
         rule = "is not here, and passes are timed where they will run"
-        fix = f"measure here with --device cpu, or predict it from its data sheet with --device {recipe.device}"
+        fix = "measure here with --set device=cpu; qspec plan predicts from data sheets"
         raise RecipeError(f"device {recipe.device}", rule, fix)
     if (out / "run.log").exists():
         raise OutputError(str(out), "holds a run, whose recipe.yaml would be replaced", "choose another --out")
@@ -114,30 +112,10 @@ def tune(recipe: Recipe, out: Path, progress: Progress | None = None) -> SearchR
     with sole_writer(out):
         predicted, lowered = study.search()
         runs, _ = study.confirm(predicted, lowered)
-        tasks = measure_tasks(study.pieces, targets_to_score(predicted, study.spec.evaluate))
-        result = SearchResult(predicted, runs, study.space.pruned, tuple(lowered), tasks)
+        result = SearchResult(predicted, runs, study.space.pruned, tuple(lowered))
         _write(study, result)
     study.progress.close()
     return result
-
-
-def what_if(recipe: Recipe, device: str, out: Path, progress: Progress | None = None) -> WhatIf:
-    """Prediction of the recipe's space on another device, in `out/what-if-DEVICE.json` and `.html`.
-
-    Acceptance and KL are measured here and kept in `out`, seconds follow from a data sheet; nothing is confirmed.
-    Raises `RecipeError` for a device without one, `OutputError` for a folder of something that was run.
-    """
-    job = on_device(recipe, device)
-    if (out / "recipe.yaml").exists() or any(out.glob(f"{SECONDS}/times-*")):
-        raise OutputError(str(out), "holds what was measured on a device", "choose another --out for predictions")
-    study = Study(job, out, progress)
-    with sole_writer(out):
-        predicted = predict_device(study.pieces, read_device(device))
-        data = f"what-if-{device}.json"
-        atomic_write(out / data, json.dumps(predicted.as_data(), indent=1) + "\n")
-        atomic_write(out / f"what-if-{device}.html", report_html.render(predicted.document(recipe.name), [data]))
-    study.progress.close()
-    return predicted
 
 
 def _write(study: Study, result: SearchResult) -> None:

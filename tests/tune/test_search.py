@@ -10,21 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from qspec.bridges import harness
-from qspec.bridges.harness import Sample, TaskScores
 from qspec.errors import OutputError, RecipeError
 from qspec.measure.arm import Run
 from qspec.numerics.speculation.lowering import path
 from qspec.planning.preview import preview
 from qspec.planning.preview_text import render
-from qspec.planning.tune_space import PLAIN, space_of
+from qspec.planning.tune_space import space_of
 from qspec.report.document import Finding, Table
 from qspec.schema.recipe import Recipe
 from qspec.schema.tuning import LayersSpec
 from qspec.speculation.types import Generation, Sampling
 from qspec.tune import measure as tune_measure, search as tune_pair
 from qspec.tune.answer import Predictions, pick
-from qspec.tune.confirm import measure_tasks
 from qspec.tune.layers import Lowering, ladders
 from qspec.tune.page import Confirmed, SearchResult, as_data, confirmed, document
 from qspec.tune.pieces import bookkeeping
@@ -318,54 +315,6 @@ def test_a_search_by_layers_ends_in_rules_of_the_recipe(tmp_path: Path, model: P
     assert tune_pair.tune(recipe, out).why == first.why
 
 
-def test_another_device_is_predicted_in_the_order_of_its_bytes(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Passes of this machine told as another one's; a format that the device refuses; numbers that look measured.
-
-    And a silence of minutes while halves are quantized.
-    """
-    schemes = {name: {"scheme": name} for name in ("none", "FP8_DYNAMIC", "W8A8")}
-    kv = {"float": None, "fp8": {"format": "fp8_e4m3", "scales": "cast"}}
-    tune = {"targets": schemes, "target_kv": kv, "contexts": [128], "draft_heads": ["float"]}
-    recipe, out = tuned(tmp_path, model, tune=tune), tmp_path / "out"
-    found = tune_pair.what_if(recipe, "h100", out)
-    assert list(found.answers) == [16, 128]
-    told = capsys.readouterr().err
-    assert "half 1 of 7: none/float" in told
-    assert "half 7 of 7: self W4A16" in told
-    speeds = {
-        context: {p.target: 1 / p.seconds for p in answer.every if p.gamma == 0}
-        for context, answer in found.answers.items()
-    }
-    for at in speeds.values():
-        assert at["FP8_DYNAMIC/float"] > at["none/float"]
-        assert at["none/fp8"] > at["none/float"]
-    assert all(speeds[128][name] < speeds[16][name] for name in speeds[16])
-    assert {p.kl for p in found.answers[16].every if p.target == "none/float"} == {0.0}
-    kept = json.loads((out / "what-if-h100.json").read_text())
-    assert kept["predicted"]
-    assert kept["confirmed"] == []
-    assert "measured_tok_s" not in json.dumps(kept)
-    faster = tune_pair.what_if(recipe, "h200", out).answers[16].chosen
-    assert faster.seconds < found.answers[16].chosen.seconds
-    newest = tune_pair.what_if(recipe, "b200", out)
-    assert any("W8A8" in name for name, _ in newest.pruned)
-    assert not any(p.target.startswith("W8A8") for p in newest.answers[16].every)
-    with pytest.raises(RecipeError, match=r"data sheet.*b200.* or cpu to measure"):
-        tune_pair.what_if(recipe, "tpu", out)
-
-
-def test_predictions_for_another_device_leave_a_measured_study_alone(tmp_path: Path, model: Path) -> None:
-    """Halves of a measured search, quantized anew for another device under the same names."""
-    recipe, out = tuned(tmp_path, model), tmp_path / "out"
-    tune_pair.Study(recipe, out).pieces.model()
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    with pytest.raises(OutputError, match="measured"):
-        tune_pair.what_if(recipe, "h100", out)
-    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-
-
 def test_a_folder_of_a_run_is_left_alone(tmp_path: Path, model: Path) -> None:
     """A search in `runs/<name>`, where a run of that name lies: its recipe.yaml replaced, so that it cannot go on."""
     out = tmp_path / "out"
@@ -373,34 +322,3 @@ def test_a_folder_of_a_run_is_left_alone(tmp_path: Path, model: Path) -> None:
     (out / "run.log").touch()
     with pytest.raises(OutputError, match="holds a run, whose recipe"):
         tune_pair.tune(tuned(tmp_path, model), out)
-
-
-def test_tasks_are_paired_with_the_original_and_can_rule_a_target_out(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A target that answers worse than the budget allows and is chosen for its speed; an original asked twice."""
-    task, tune = {"name": "toy", "backends": ["qspec"]}, {"evaluate": 1, "drafts": {"ngram": {"kind": "ngram"}}}
-    evaluation = {"fidelity": None, "tasks": [task]}
-    recipe = tuned(tmp_path, model, tune=tune, evaluation=evaluation, budget={"min_recovery": 0.9})
-    study = tune_pair.Study(recipe, tmp_path / "out")
-    arms: list[Any] = []
-
-    def asked(lm: Any, *_: Any) -> TaskScores:
-        arms.append(lm)
-        right = [1.0] * 10 if lm is study.halves.original else [1.0] * 8 + [0.0] * 2
-        samples = [Sample("toy", i, "d", "p", score, cut=False, prompt_cut=False) for i, score in enumerate(right)]
-        return TaskScores("acc", samples, {})
-
-    monkeypatch.setattr(harness, "evaluate", asked)
-    found = {name: measure_tasks(study.pieces, [name])[name] for name in 2 * list(study.space.targets)}
-    assert len(arms) == 2
-    ((result,),) = found.values()
-    assert result.recovery == 0.8
-    p = toy([True] * 9).predict("t", "d", 1, 1e6)
-    poor, other = (replace(p, target=name, draft=PLAIN) for name in (next(iter(found)), "other"))
-    outcome = SearchResult(
-        Predictions((poor, other), recipe.budget, {1: 0}), (Confirmed(poor, 9.0), Confirmed(other, 5.0)), ()
-    )
-    assert outcome.chosen.prediction == poor
-    assert replace(outcome, tasks=found).chosen.prediction == other
-    assert as_data(replace(outcome, tasks=found))["tasks"][0]["recovery"] == 0.8
