@@ -273,14 +273,6 @@ class QLinear:
 
 
 @dataclass(frozen=True)
-class FusionPlan:
-    """Layers that the runtime merges into one matmul, and folded norm gains; exported names stay as they are."""
-
-    merged: tuple[tuple[str, ...], ...] = ()
-    folded_norms: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class QuantizedModel:
     """A model whose listed linears are quantized; everything else stays in `tensors`.
 
@@ -300,7 +292,6 @@ class QuantizedModel:
     source: Mapping[str, str]
     k_scale: Mapping[str, Tensor] = field(default_factory=dict)
     v_scale: Mapping[str, Tensor] = field(default_factory=dict)
-    fusion: FusionPlan = field(default_factory=FusionPlan)
     notes: tuple[str, ...] = ()
     q_scale: Mapping[str, Tensor] = field(default_factory=dict)
     head_ids: Tensor | None = None

@@ -8,7 +8,6 @@ from qspec.models.layers import truncate_layers
 from qspec.pair.check import Subject, provenance, read_manifest
 from qspec.pair.package import seal
 from qspec.provenance import sha256_file
-from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.report.page import report
@@ -40,8 +39,8 @@ def halves(folder: Path) -> tuple[QuantizedModel, QuantizedModel]:
     """Target and one-layer draft, as `recipe()` asks for them; the model is built in `folder`."""
     model, stats = load(tiny_model("llama", folder)), observe(folder)
     draft = QuantSpec.model_validate(DRAFTS["self"]["quantization"])
-    target = fuse(quantize(model, stats, build_plan(recipe().target.quantization)))
-    return target, fuse(quantize(truncate_layers(model, 1), stats, build_plan(draft)))
+    target = quantize(model, stats, build_plan(recipe().target.quantization))
+    return target, quantize(truncate_layers(model, 1), stats, build_plan(draft))
 
 
 def measured_of(pair: Path, made: Recipe) -> Results:

@@ -23,7 +23,6 @@ from qspec.models.vocab import match_rows
 from qspec.pair.open import open_pair
 from qspec.pair.package import package
 from qspec.quantization.calibrate import calibrate
-from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.schema.quantization import QuantSpec
@@ -41,7 +40,7 @@ Change = Callable[[Path], None]
 
 def _quantized(folder: Path, layers: int, rows: int = 300) -> QuantizedModel:
     model = match_rows(truncate_layers(load(folder), layers), rows)
-    return fuse(quantize(model, calibrate(model, ROWS), build_plan(QuantSpec(scheme="W8A8"))))
+    return quantize(model, calibrate(model, ROWS), build_plan(QuantSpec(scheme="W8A8")))
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,6 @@ from qspec.planning.planned import resolve
 from qspec.progress import Progress
 from qspec.quantization import gptq as sequential
 from qspec.quantization.calibrate import calibrate
-from qspec.quantization.job import fuse
 from qspec.quantization.kv_choice import LayerError, choose_kv, decide
 from qspec.quantization.kv_scales import key_biases
 from qspec.quantization.rotate import prepare
@@ -81,7 +80,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizedModel, Quan
 
 def quantized(model: LoadedModel, spec: QuantSpec, rows: list[list[int]] = ROWS) -> QuantizedModel:
     plan = build_plan(spec)
-    return fuse(quantize(model, calibrate(model, rows), plan))
+    return quantize(model, calibrate(model, rows), plan)
 
 
 def a_recipe(device: str, target: Mapping[str, Any], draft: Mapping[str, Any] | None = None) -> Recipe:
@@ -587,7 +586,7 @@ def test_T42_key_biases_are_found_and_their_layers_kept(tmp_path: Path) -> None:
     plan = build_plan(QuantSpec(scheme="none", kv=KVSpec()))
     (note,) = key_biases(model, plan.kv, stats)
     assert "layer 1 (channels 3)" in note
-    chosen, _ = choose_kv(model, build_plan(QuantSpec(scheme="none", kv=KVSpec(skip_layers="auto"))), ROWS, stats)
+    chosen, _ = choose_kv(model, build_plan(QuantSpec(scheme="none", kv=KVSpec(skip_layers="auto"))), ROWS)
     assert chosen.kv is not None
     assert chosen.kv.skip_layers == (1,)
     command = vllm_command(a_recipe("h100", {"kv": FP8_KV}), kv=chosen.kv)
@@ -694,8 +693,7 @@ def test_T52_merged_shards_have_one_scale_from_the_start(llama: Path) -> None:
     """Servers requantized merged layers to the largest of their per-tensor scales, at a cost in quality."""
     model = load(llama)
     made = quantized(model, QuantSpec(scheme="FP8"))
-    assert made.fusion.merged
-    for group in made.fusion.merged:
+    for group in made.arch.fused_groups():
         scales = [made.linears[name].weight.scale for name in group]
         assert all(torch.equal(scale, scales[0]) for scale in scales)
         assert len({float(scale) for name in group if (scale := made.linears[name].input_scale) is not None}) == 1

@@ -34,7 +34,6 @@ from qspec.planning.planned import resolve
 from qspec.planning.remarks import remarks
 from qspec.progress import Progress
 from qspec.quantization.calibrate import calibrate
-from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.records import QuantizedModel
 from qspec.report.verdict import blockers, findings
@@ -66,7 +65,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quantized(folder: Path, scheme: str, layers: int = 2) -> QuantizedModel:
     model = truncate_layers(load(folder), layers)
     plan = build_plan(QuantSpec.model_validate({"scheme": scheme, **({"group_size": 32} if "4" in scheme else {})}))
-    return fuse(quantize(model, calibrate(model, ROWS), plan))
+    return quantize(model, calibrate(model, ROWS), plan)
 
 
 def a_recipe(model: Path | str, draft: dict[str, Any], **fields: Any) -> Recipe:

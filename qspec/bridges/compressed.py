@@ -165,7 +165,6 @@ def _read(folder: Path) -> QuantizedModel:
         body.get("source", {"model": str(folder)}),
         k_scale,
         v_scale,
-        sidecar.fusion(body),
         tuple(body.get("notes", ())),
         q_scale,
         sidecar.head_ids(body, arch.vocab_size),

@@ -17,7 +17,7 @@ from qspec.numerics.quantization.clipping import Clip
 from qspec.numerics.quantization.formats import FORMATS
 from qspec.plain_files import read_json
 from qspec.plan import KVPart, KVScheme, LayerScheme, QuantPlan, Rule
-from qspec.records import FusionPlan, QuantizedModel
+from qspec.records import QuantizedModel
 from qspec.schema.problems import validate
 from qspec.schema.sidecar import NAME as NAME, VERSION, Sidecar
 
@@ -33,8 +33,6 @@ def encode(model: QuantizedModel) -> str:
         "rules": [[r.match, by_scheme.get(r.scheme) if r.scheme else None] for r in model.plan.rules],
         "kv": _encode_kv(model.plan.kv),
         "source": dict(model.source),
-        "merged": [list(names) for names in model.fusion.merged],
-        "folded_norms": list(model.fusion.folded_norms),
         "notes": list(model.notes),
     }
     if model.arch.down_hadamard:
@@ -66,11 +64,6 @@ def plan(body: Mapping[str, Any], schemes: Mapping[str, LayerScheme], kv: KVSche
     rules = tuple(Rule(match, schemes[group] if group else None) for match, group in body["rules"])
     default = schemes[body["default"]] if body["default"] else None
     return QuantPlan(default, rules, _decode_kv(body["kv"]) or kv)
-
-
-def fusion(body: Mapping[str, Any]) -> FusionPlan:
-    """The fusion plan; empty for a foreign checkpoint."""
-    return FusionPlan(tuple(tuple(names) for names in body.get("merged", ())), tuple(body.get("folded_norms", ())))
 
 
 def head_ids(body: Mapping[str, Any], vocab: int) -> Tensor | None:

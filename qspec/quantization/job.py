@@ -1,4 +1,4 @@
-"""Decide what the runtime merges: layers that read the same input, and norms whose gain is the identity."""
+"""A half from its original: text, rewrites, choices of the whole model, then piece by piece; kept while it is made."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -27,7 +27,7 @@ from qspec.quantization.pieces import CPU, at_work, placed
 from qspec.quantization.rotate import prepare
 from qspec.quantization.sensitivity import basis, sensitivity
 from qspec.quantization.stream import StreamJob, stream
-from qspec.records import FusionPlan, LoadedModel, QuantizedModel, Tokenizer
+from qspec.records import LoadedModel, QuantizedModel, Tokenizer
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import CalibrationSpec, FusionSpec, Recipe
 from qspec.schema.scores import Scores
@@ -39,24 +39,11 @@ SHARE = 0.7
 """The share of a GPU's free memory that a whole model may take."""
 
 
-def fuse(quant: QuantizedModel) -> QuantizedModel:
-    """The same model with its `FusionPlan`. Tensors keep their names: merging is an act of the runtime.
-
-    A group that cannot be merged (`nn.eager.linear.merge_obstacle`) gets a note. Groups wholly in float are merged too.
-    """
+def kept_apart(quant: QuantizedModel) -> list[str]:
+    """Notes on groups that no runtime can merge into one matmul (`nn.eager.linear.merge_obstacle`)."""
     groups = quant.arch.fused_groups()
     reasons = {group: merge_obstacle([quant.linears.get(name) for name in group]) for group in groups}
-    notes = [f"{', '.join(group)} stay separate: {reason}." for group, reason in reasons.items() if reason]
-    plan = FusionPlan(tuple(group for group, reason in reasons.items() if not reason), tuple(_identity_norms(quant)))
-    return replace(quant, fusion=plan, notes=(*quant.notes, *notes))
-
-
-def _identity_norms(quant: QuantizedModel) -> list[str]:
-    """Norms that multiply by one, because their gain went into the next layer: a runtime may skip the product."""
-    norms = ("input_layernorm", quant.arch.mlp_norm)
-    blocks = [f"{layer}.{norm}.weight" for layer in quant.arch.layers for norm in norms]
-    names = [*blocks, "model.norm.weight"] if quant.arch.has_head else blocks
-    return [name for name in names if bool((quant.tensors[name].float() + quant.arch.norm_offset == 1).all())]
+    return [f"{', '.join(group)} stay separate: {reason}." for group, reason in reasons.items() if reason]
 
 
 class Calibration:
@@ -79,14 +66,14 @@ def quantize_model(
     dtype: torch.dtype,
     device: torch.device = CPU,
 ) -> QuantizedModel:
-    """One model under one plan: rotate, decide what needs the whole model, then piece by piece; fuse.
+    """One model under one plan: rotate, decide what needs the whole model, then piece by piece.
 
     `work` keeps the finished layers, for a run that is killed; `dtype` is of what is not quantized. device: where
     calibration and rounding compute. What needs the whole model in memory goes there where it fits.
     """
     require_memory(f"quantizing {model.source.get('model', 'the model')}", _need(model, spec, text.spec), _MORE)
-    made = fuse(_quantized(model, spec, fusion, text, work, dtype, device))
-    return replace(made, notes=(*made.notes, *left_out_notes(model.left_out)))
+    made = _quantized(model, spec, fusion, text, work, dtype, device)
+    return replace(made, notes=(*made.notes, *kept_apart(made), *left_out_notes(model.left_out)))
 
 
 def _need(model: LoadedModel, spec: QuantSpec, text: CalibrationSpec) -> Need:

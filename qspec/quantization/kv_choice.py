@@ -1,8 +1,8 @@
 """Open choices of a KV scheme, decided by measurement: granularity, cast or calibrated scales, layers in float.
 
-Every layer's cache is quantized alone, on the float model's hidden states. `kl` runs the rest of the model and takes
-the divergence of its logits (the whole model is in memory); `output` takes the relative change of what the layer hands
-on (one layer is). A layer is compared with the others and with a fixed limit: where all are bad, none is out of line.
+Every layer's cache is quantized alone, on the float model's hidden states; the rest of the model runs, and its logits'
+divergence is the error (the whole model is in memory). A layer is compared with the others and with a fixed limit:
+where all are bad, none is out of line.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,18 +25,16 @@ from qspec.records import LayerStats, LoadedModel, QuantizedModel, layer_number
 
 OUT_OF_LINE, LEAST = 10.0, 0.1
 """A layer stays in float when its error is above both: that many medians of all layers, and that share of `MOST`."""
-MOST: Mapping["Metric", float] = {"kl": 0.05, "output": 0.2}
+MOST = 0.05
 """The most that the caches of all layers may cost, their errors added; the worst layers beyond it stay in float.
 
 In nats a quarter of what `report.quality` lets 8 bits cost: FP8 caches of SmolLM2 cost .007 to .014, of stories260K .02
-to .07 (docs/fidelity.md), and one of .1 to .2 names half of the likeliest tokens only. The relative change of outputs
-was about four times the KL on random models.
+to .07 (docs/fidelity.md), and one of .1 to .2 names half of the likeliest tokens only.
 """
 CHANNEL_RATIO = 8.0
 """A key channel is an outlier when its largest magnitude is that many times the median channel's of its layer."""
 
 Candidate = Literal["calibrated", "cast"]
-Metric = Literal["kl", "output"]
 
 
 @dataclass(frozen=True)
@@ -54,34 +52,26 @@ class LayerError:
 
 
 def choose_kv(
-    model: LoadedModel,
-    plan: QuantPlan,
-    rows: Sequence[list[int]],
-    stats: LayerStats | None = None,
-    metric: Metric = "kl",
-    progress: Progress | None = None,
+    model: LoadedModel, plan: QuantPlan, rows: Sequence[list[int]], progress: Progress | None = None
 ) -> tuple[QuantPlan, tuple[str, ...]]:
     """The plan with a KV scheme that leaves nothing open, and what was chosen, in sentences.
 
-    A few of `rows` of token ids are measured on. stats: ranges of the float model on all of them; made here if absent.
+    A few of `rows` of token ids are measured on; ranges are those of the float model on all of them.
     """
     if plan.kv is None or not plan.kv.open:
         return plan, ()
-    if stats is None and plan.kv.calibrated:
-        stats = calibrate(model, rows)
-    sample = sampled(rows, metric)
+    stats, sample = calibrate(model, rows) if plan.kv.calibrated else None, sampled(rows, "kl")
     open_kvs = _alternatives(plan.kv)
     layers, count = [list[LayerError]() for _ in open_kvs], model.arch.n_layers + 1
-    measured = judged_pieces(model, sample, metric)
+    measured = judged_pieces(model, sample, "kl")
     for piece, states, _, judge in (progress or Progress(quiet=True)).track(measured, "kv", count, "layers"):
         for layer in piece.arch.layers:
             channels = _outlying_channels(piece, layer, states)
             for kv, errors in zip(open_kvs, layers, strict=True):
                 errors.append(LayerError(layer, _errors(piece, states, kv, stats, judge), channels))
-    which, notes = _granularity(open_kvs, layers, MOST[metric])
-    kv, decided = decide(open_kvs[which], layers[which], MOST[metric])
-    unit = "KL in nats" if metric == "kl" else "relative change of a layer's output"
-    basis = f"KV choices were measured on {sum(map(len, sample))} tokens ({unit})."
+    which, notes = _granularity(open_kvs, layers)
+    kv, decided = decide(open_kvs[which], layers[which])
+    basis = f"KV choices were measured on {sum(map(len, sample))} tokens (KL in nats)."
     whole = all(kv.skips(layer_number(layer)) for layer in model.arch.layers)
     return replace(plan, kv=None if whole else kv), (*notes, *decided, basis)
 
@@ -104,11 +94,8 @@ def _errors(
     return errors
 
 
-def decide(kv: KVScheme, errors: Sequence[LayerError], most: float = MOST["kl"]) -> tuple[KVScheme, tuple[str, ...]]:
-    """The scheme with what the errors of all layers say, and notes. Ties stay calibrated.
-
-    most: what layers in codes may cost together where `skip_layers` is to be found.
-    """
+def decide(kv: KVScheme, errors: Sequence[LayerError]) -> tuple[KVScheme, tuple[str, ...]]:
+    """The scheme with what the errors of all layers say, and notes. Ties stay calibrated."""
     notes: list[str] = []
     cast: tuple[int, ...] = ()
     if kv.stored and kv.scales == "auto":
@@ -117,10 +104,10 @@ def decide(kv: KVScheme, errors: Sequence[LayerError], most: float = MOST["kl"])
     least = {x.layer: x.least for x in errors}
     skipped = kv.skip_layers
     if skipped == "auto":
-        in_float = _in_float(least, most)
+        in_float = _in_float(least)
         skipped = tuple(sorted(map(layer_number, in_float)))
         which = ", ".join(f"{layer_number(x.layer)} ({x.least:.2g})" for x in errors if x.layer in in_float)
-        notes.append(f"KV in float: {f'layers {which}' if which else 'no layer'}; {_sums(least, in_float, most)}.")
+        notes.append(f"KV in float: {f'layers {which}' if which else 'no layer'}; {_sums(least, in_float)}.")
     outliers = {x.layer: x.channels for x in errors if x.channels}
     if outliers:
         notes.append(f"Key channels above {CHANNEL_RATIO:g} times the median: {listed_channels(outliers)}.")
@@ -134,35 +121,33 @@ def _alternatives(kv: KVScheme) -> list[KVScheme]:
     return tried or [kv]
 
 
-def _granularity(
-    open_kvs: Sequence[KVScheme], layers: Sequence[Sequence[LayerError]], most: float
-) -> tuple[int, tuple[str, ...]]:
-    """Which of several schemes to take: the first that costs at most `most`, else the cheapest; and a note."""
+def _granularity(open_kvs: Sequence[KVScheme], layers: Sequence[Sequence[LayerError]]) -> tuple[int, tuple[str, ...]]:
+    """Which of several schemes to take: the first that costs at most `MOST`, else the cheapest; and a note."""
     costs = [
         sum(x.least for x in errors if not kv.skips(layer_number(x.layer)))
         for kv, errors in zip(open_kvs, layers, strict=True)
     ]
     if len(costs) == 1:
         return 0, ()
-    which = next((i for i, cost in enumerate(costs) if cost <= most), costs.index(min(costs)))
+    which = next((i for i, cost in enumerate(costs) if cost <= MOST), costs.index(min(costs)))
     shown = ", ".join(f"{kv.granularity} {cost:.2g}" for kv, cost in zip(open_kvs, costs, strict=True))
-    return which, (f"KV granularity: {open_kvs[which].granularity}, of {shown} (layers added; at most {most:g}).",)
+    return which, (f"KV granularity: {open_kvs[which].granularity}, of {shown} (layers added; at most {MOST:g}).",)
 
 
-def _in_float(least: Mapping[str, float], most: float) -> set[str]:
-    """Layers out of line, then the worst until the others cost at most `most` together."""
-    limit = max(LEAST * most, OUT_OF_LINE * median(least.values()))
+def _in_float(least: Mapping[str, float]) -> set[str]:
+    """Layers out of line, then the worst until the others cost at most `MOST` together."""
+    limit = max(LEAST * MOST, OUT_OF_LINE * median(least.values()))
     in_float: set[str] = set()
     for layer in sorted(least, key=lambda layer: -least[layer]):
-        if least[layer] <= limit and sum(least[other] for other in least.keys() - in_float) <= most:
+        if least[layer] <= limit and sum(least[other] for other in least.keys() - in_float) <= MOST:
             break
         in_float.add(layer)
     return in_float
 
 
-def _sums(least: Mapping[str, float], in_float: set[str], most: float) -> str:
+def _sums(least: Mapping[str, float], in_float: set[str]) -> str:
     rest = sum(error for layer, error in least.items() if layer not in in_float)
-    return f"the others cost {rest:.2g} together (at most {most:g}), the median layer {median(least.values()):.2g}"
+    return f"the others cost {rest:.2g} together (at most {MOST:g}), the median layer {median(least.values()):.2g}"
 
 
 def _only(scales: Literal["calibrated", "cast", "auto"]) -> Candidate:

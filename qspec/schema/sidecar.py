@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 from qspec.schema.quantization import MOST, Strict
 
 NAME = "qspec.json"
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 
 
 Format = Literal["fp8_e4m3", "int8", "int4"]
@@ -59,14 +59,12 @@ class Sidecar(Strict):
     head_ids: those that a draft's head is run for, rising; none: all.
     """
 
-    format_version: Literal[1]
+    format_version: Literal[2]
     schemes: dict[str, SavedScheme]
     default: str | None
     rules: tuple[tuple[str, str | None], ...]
     kv: SavedKV | None
     source: dict[str, str]
-    merged: tuple[tuple[str, ...], ...]
-    folded_norms: tuple[str, ...]
     notes: tuple[str, ...]
     down_hadamard: bool = False
     head_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()

@@ -17,7 +17,6 @@ from qspec.numerics.quantization.blocks import PerGroup, PerTensor
 from qspec.numerics.quantization.formats import INT4, SCALE_FLOOR
 from qspec.numerics.quantization.outliers import same_matrix
 from qspec.plan import LayerScheme, QuantPlan, Rule, TensorScheme
-from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.records import QLinear, QuantizedModel
 from qspec.schema.quantization import ClipSpec, KVSpec, OutlierSpec, QuantSpec, RuleSpec
@@ -53,7 +52,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantized(folder: Path, spec: QuantSpec) -> QuantizedModel:
-    return fuse(quantize(load(folder), observe(folder), build_plan(spec)))
+    return quantize(load(folder), observe(folder), build_plan(spec))
 
 
 def same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
@@ -119,7 +118,7 @@ def test_read_gives_back_what_was_written(source: Path, tmp_path: Path, name: st
     assert back.plan.kv == model.plan.kv
     assert back.plan.rules == model.plan.rules
     assert back.plan.resolve(back.arch.linears()) == model.plan.resolve(model.arch.linears())
-    assert (back.arch, back.source, back.fusion, back.notes) == (model.arch, model.source, model.fusion, model.notes)
+    assert (back.arch, back.source, back.notes) == (model.arch, model.source, model.notes)
     assert same_tensors(back.tensors, model.tensors)
     assert same_tensors(back.k_scale, model.k_scale)
     assert same_tensors(back.v_scale, model.v_scale)
@@ -245,7 +244,6 @@ def test_a_draft_is_matched_below_a_prefix(source: Path, tmp_path: Path) -> None
         ("config.json", ("quantization_config", "config_groups", "group_0", "targets"), "x"),
         ("config.json", ("quantization_config", "kv_cache_scheme"), {}),
         ("config.json", ("vocab_size",), 7),
-        ("qspec.json", ("merged",), None),
         ("qspec.json", ("rules",), "x"),
         ("qspec.json", ("schemes", "group_0"), {}),
         ("qspec.json", ("default",), "group_9"),

@@ -15,7 +15,6 @@ from qspec.errors import OutputError, SourceError
 from qspec.nn.eager.decoder import Decoder
 from qspec.numerics.quantization.outliers import same_matrix
 from qspec.quantization.calibrate import calibrate
-from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.records import QLinear, QuantizedModel
 from qspec.schema.quantization import KVSpec, OutlierSpec, QuantSpec, RuleSpec
@@ -42,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def quantized(folder: Path, spec: QuantSpec, share_scales: bool = True) -> QuantizedModel:
     model = load_folder(folder)
-    return fuse(quantize(model, calibrate(model, ROWS), build_plan(spec), share_scales))
+    return quantize(model, calibrate(model, ROWS), build_plan(spec), share_scales)
 
 
 def parts(linear: QLinear) -> list[Tensor]:
@@ -80,7 +79,7 @@ def test_read_gives_back_what_was_written(folders: dict[str, Path], kind: str, n
     model = quantized(folders[kind], SPECS[name])
     compressed.write(model, tmp_path, torch.float32)
     back = compressed.read(tmp_path)
-    assert (back.arch, back.fusion, back.notes) == (model.arch, model.fusion, model.notes)
+    assert (back.arch, back.notes) == (model.arch, model.notes)
     assert back.plan.resolve(back.arch.linears()) == model.plan.resolve(model.arch.linears())
     assert list(back.linears) == list(model.linears)
     for layer, linear in model.linears.items():

@@ -11,7 +11,6 @@ from qspec.models.vocab import match_rows, real_vocab
 from qspec.nn.eager.decoder import Decoder
 from qspec.pair.open import open_pair
 from qspec.pair.package import package
-from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.records import ArchMap, LoadedModel
 from qspec.schema.recipe import Recipe
@@ -71,7 +70,7 @@ def test_a_pair_never_drafts_padding(tmp_path: Path, temperature: float):
         }
     )
     plan = build_plan(recipe.target.quantization)
-    made = [fuse(quantize(half, None, plan)) for half in (target, draft)]
+    made = [quantize(half, None, plan) for half in (target, draft)]
     pair = open_pair(package(made[0], made[1], recipe, tmp_path / "out"))
     assert real_vocab(target.tokenizer) == VOCAB_SIZE
     assert isinstance(pair.drafter, ModelDrafter)

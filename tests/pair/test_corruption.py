@@ -28,7 +28,6 @@ from qspec.pair.check import check, read_manifest
 from qspec.pair.open import open_pair
 from qspec.pair.package import package
 from qspec.provenance import sha256_file
-from qspec.quantization.job import fuse
 from qspec.quantization.rtn import quantize
 from qspec.schema.manifest import NAME, FileEntry, Manifest
 from qspec.schema.quantization import KVSpec, OutlierSpec, QuantSpec
@@ -69,8 +68,8 @@ def pairs(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     kv = KVSpec(format="int8", granularity="token_head")
     sparse = QuantSpec(scheme="W8A8", outliers=OutlierSpec(share=1.0), kv=kv)
     grouped = QuantSpec(scheme="W4A16", group_size=32, symmetric=False)
-    target = fuse(quantize(model, stats, build_plan(sparse)))
-    draft = fuse(quantize(truncate_layers(model, 1), stats, build_plan(grouped)))
+    target = quantize(model, stats, build_plan(sparse))
+    draft = quantize(truncate_layers(model, 1), stats, build_plan(grouped))
     draft = replace(draft, head_ids=torch.arange(5, 300, 3))
     own = {"kind": "self", "layers": 1, "draft_vocab": 99, "quantization": grouped.model_dump(mode="json")}
     ids_D = torch.arange(5, 300, 5)

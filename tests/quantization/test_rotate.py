@@ -13,7 +13,6 @@ from qspec.bridges.hf import load_folder
 from qspec.errors import RecipeError, SourceError
 from qspec.nn.eager.decoder import Decoder
 from qspec.quantization.calibrate import calibrate
-from qspec.quantization.job import fuse
 from qspec.quantization.rotate import rotate, rotated_arch
 from qspec.quantization.rtn import quantize
 from qspec.quantization.smooth import transform
@@ -51,7 +50,7 @@ def made(model: LoadedModel, rotation: RotationSpec, spec: QuantSpec) -> Quantiz
     plan = build_plan(spec)
     stats = calibrate(model, ROWS)
     model, after, _ = transform(model, stats, spec, FusionSpec(), plan)
-    return replace(fuse(quantize(model, after, plan)), notes=tuple(notes))
+    return replace(quantize(model, after, plan), notes=tuple(notes))
 
 
 @pytest.mark.parametrize("spec", [R1, R2, R4, ALL], ids=["r1", "r2", "r4", "all"])

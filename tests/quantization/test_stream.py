@@ -93,7 +93,7 @@ def test_pieces_of_other_settings_are_not_continued(tmp_path: Path, monkeypatch:
     """Catches a checkpoint whose first layers were made by another recipe."""
     folder = tiny_model("llama", tmp_path / "source")
     with monkeypatch.context() as patched:
-        patched.setattr("qspec.quantization.job.fuse", lambda _: pytest.fail("stop after the pieces"))
+        patched.setattr("qspec.quantization.job.kept_apart", lambda _: pytest.fail("stop after the pieces"))
         with pytest.raises(pytest.fail.Exception):
             quantize_checkpoint(spec(folder, QuantSpec(scheme="FP8_DYNAMIC")), tmp_path / "out", progress=QUIET)
     quantize_checkpoint(spec(folder, QuantSpec(scheme="W8A8")), tmp_path / "out", progress=QUIET)
