@@ -490,7 +490,7 @@ def inspect(
     ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="A line for every layer too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, always with every layer.")] = False,
-    html: Annotated[Path | None, _output(metavar="FILE", help="Also write a page with charts.")] = None,
+    html: Annotated[Path | None, _output(metavar="FILE", help="Also write a page, with every layer.")] = None,
     revision: Annotated[str | None, typer.Option(help="Commit, tag or branch of a Hub model.")] = None,
 ) -> None:
     """Look into a model before it is quantized, or into a pair after.
@@ -506,7 +506,7 @@ def inspect(
         require_file(html)
     view = look_into(reference, revision, calibrate)
     if html is not None:
-        atomic_write(html, report_html.render(document(view, page=True)))
+        atomic_write(html, report_html.render(document(view, layers=True)))
     if as_json:
         print(json.dumps(as_data(view), indent=2, ensure_ascii=False, allow_nan=False))
     else:
@@ -595,7 +595,6 @@ def sensitivity(
 def profile(
     pair: PairFolder,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode; more are steadier.")] = 64,
-    torch_engine: Annotated[bool, typer.Option("--torch", help="The torch engine, not the C++ core.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Show where the time of a token goes, part by part, with drafts and without.
@@ -606,7 +605,7 @@ def profile(
     from qspec.pair.open import open_pair
     from qspec.report.render import text as report_text
 
-    profiled = measure(open_pair(pair, "torch" if torch_engine else "auto"), tokens)
+    profiled = measure(open_pair(pair), tokens)
     if as_json:
         print(json.dumps(as_data(profiled), indent=2, ensure_ascii=False, allow_nan=False))
     else:

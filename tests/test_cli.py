@@ -195,7 +195,7 @@ def test_inspect_prints_tables_or_json_and_writes_the_page(tmp_path: Path, capsy
     assert cli.main(["inspect", model, "--html", str(page)]) == 0
     short = capsys.readouterr().out
     assert "Cost of a scheme" in short
-    assert "<svg" in page.read_text(encoding="utf-8")
+    assert "1.mlp.down_proj" in page.read_text(encoding="utf-8")
     assert cli.main(["inspect", model, "--layers"]) == 0
     assert "1.mlp.down_proj" in capsys.readouterr().out.removeprefix(short)
     assert "1.mlp.down_proj" not in short

@@ -1,13 +1,12 @@
-"""Cells, table heads and charts that the pages of a model and of a pair share."""
+"""Cells and table heads that the pages of a model and of a pair share."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from qspec.inspection.model import LayerView
 from qspec.inspection.pair import StoredLayer
 from qspec.numerics.quantization.distribution import Extent, extent
 from qspec.readable import number
-from qspec.report.document import Bar, Bars
 
 L = TypeVar("L", LayerView, StoredLayer)
 
@@ -48,19 +47,3 @@ def places(percentage: float) -> str:
 
 def joined(items: Iterable[object]) -> str:
     return " ".join(map(str, items))
-
-
-def chart(caption: str, values: dict[str, list[float]], mark: float | None = None, axis: str = "") -> Bars:
-    """A bar per kind: the median over its layers, a line from the least to the greatest."""
-    spread = {kind: extent(group) for kind, group in values.items()}
-    bars = tuple(Bar(kind, s.median, number(s.median), (s.min, s.max)) for kind, s in spread.items())
-    return Bars(caption, bars, mark, axis)
-
-
-def by_layer(caption: str, layers: Sequence[Sequence[float]]) -> Bars:
-    """A bar per decoder layer: its largest head, a line over all of them."""
-    bars = tuple(
-        Bar(f"layer {i}", max(heads), number(max(heads)), (min(heads), max(heads)) if len(heads) > 1 else None)
-        for i, heads in enumerate(layers)
-    )
-    return Bars(caption, bars)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from qspec.inspection.cells import by_key, by_layer, chart, heads, joined, part, short, trio, two_places
+from qspec.inspection.cells import by_key, heads, joined, part, short, trio, two_places
 from qspec.inspection.model import SCHEMES, Distribution, KeyBias, KVView, LayerView, ModelView
 from qspec.numerics.quantization.distribution import OUTLIER_RATIO
 from qspec.readable import number, percent
@@ -100,23 +100,6 @@ def _key_bias(biases: Sequence[KeyBias], kv: Sequence[KVView]) -> list[Block]:
     )
     text = f"{len(listed)} of {len(biases)} layers have outliers in their key bias: they widen the range of every key."
     return [Finding("open", text), table]
-
-
-def charts(view: ModelView) -> list[Block]:
-    """The same as bars."""
-    kinds = by_key(view.layers, part)
-    blocks: list[Block] = [Heading("By kind of layer")]
-    for name in SCHEMES:
-        values = {kind: [x.sqnr_db[name] for x in layers if name in x.sqnr_db] for kind, layers in kinds.items()}
-        blocks.append(chart(f"SQNR of {name} weights, dB (median; line: all layers)", values, axis="dB"))
-    weights = {kind: [x.weight.kurtosis for x in layers] for kind, layers in kinds.items()}
-    blocks.append(chart("Kurtosis of weights (median; line: all layers; mark: normal law)", weights, mark=3.0))
-    if view.calibration is not None:
-        inputs = {kind: [_input(x).amax for x in layers] for kind, layers in kinds.items()}
-        blocks.append(chart("Largest activation (median; line: all layers)", inputs))
-        for name, sides in (("key", [x.k_amax for x in view.kv]), ("value", [x.v_amax for x in view.kv])):
-            blocks.append(by_layer(f"Largest {name} (line: heads)", sides))
-    return blocks
 
 
 def every_layer(view: ModelView) -> Iterator[Table]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from qspec.inspection.cells import by_key, by_layer, chart, heads, joined, part, places, short, trio, two_places
+from qspec.inspection.cells import by_key, heads, joined, part, places, short, trio, two_places
 from qspec.inspection.pair import HalfView, KVCacheView, PairView, StoredKV, StoredLayer
 from qspec.numerics.quantization.distribution import extent
 from qspec.readable import number, size
-from qspec.report.document import Bar, Bars, Block, Finding, Heading, Paragraph, Table
+from qspec.report.document import Block, Finding, Heading, Paragraph, Table
 
 
 def summary(view: PairView) -> list[Block]:
@@ -117,23 +117,6 @@ def _kv_row(name: str, kv: KVCacheView, layers: Sequence[StoredKV]) -> tuple[str
     shares = extent(100 * x.seen.saturated for x in layers if x.seen and x.seen.saturated is not None)
     amax = trio(max(x.seen.amax) for x in layers if x.seen)
     return (*row, *amax, places(shares.median), places(shares.max))
-
-
-def charts(view: PairView) -> list[Block]:
-    """Bytes, saturation and KV ranges as bars."""
-    blocks: list[Block] = []
-    for half in view.halves:
-        kinds = by_key(half.layers, part)
-        stored = {kind: sum(x.bytes for x in layers) for kind, layers in kinds.items()}
-        bars = tuple(Bar(kind, float(total), size(total)) for kind, total in stored.items())
-        blocks += [Heading(f"{half.name}: charts"), Bars("Bytes by kind of layer", bars, axis="bytes")]
-        shares = {k: [100 * x.saturated for x in v if x.saturated is not None] for k, v in kinds.items()}
-        saturated = {kind: share for kind, share in shares.items() if share}
-        blocks.append(chart("Saturated codes, % (median; line: all layers)", saturated, axis="%"))
-        if half.kv is not None and half.kv.origin != "at run time":
-            blocks.append(by_layer("Largest key that a layer's scale can hold", [x.amax for x in half.kv.keys]))
-            blocks.append(by_layer("Largest value that a layer's scale can hold", [x.amax for x in half.kv.values]))
-    return blocks
 
 
 def every_layer(view: PairView) -> Iterator[Table]:

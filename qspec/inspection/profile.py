@@ -1,7 +1,6 @@
 """Where the time of a token goes, and how far each part is from what this machine's memory allows."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -12,9 +11,6 @@ from qspec.bridges.text import prompt_tokens
 from qspec.errors import RecipeError
 from qspec.measure.bench import bandwidth
 from qspec.nn.cpp.decoder import NativeDecoder
-from qspec.nn.cuda.decoder import CudaDecoder
-from qspec.nn.eager.decoder import Decoder
-from qspec.nn.eager.timed import PARTS, timed
 from qspec.nn.engines import AnyDecoder, engine_name
 from qspec.pair.open import LoadedPair, compute_dtype
 from qspec.readable import number, percent, size
@@ -105,8 +101,9 @@ def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile
     Raises `RecipeError` where they do not fit.
     """
     target, start = pair.target, prompt_tokens(pair.model.tokenizer, prompt)[0]
-    if isinstance(target, CudaDecoder):
-        raise RecipeError("profile", "times the parts of the CPU's engines", "add --torch for the torch engine")
+    if not isinstance(target, NativeDecoder):
+        rule = f"times the parts of the C++ core, and this pair runs on another engine ({engine_name(target)})"
+        raise RecipeError("profile", rule, "measure it as a whole: qspec bench")
     if len(start) + tokens > target.max_length:
         rule = f"with a prompt of {len(start)} tokens passes the cache of {target.max_length}"
         raise RecipeError(f"--tokens {tokens}", rule, "ask for fewer tokens")
@@ -141,15 +138,14 @@ def profile(pair: LoadedPair, tokens: int = 64, prompt: str = PROMPT) -> Profile
     )
 
 
-def _turn(target: Decoder | NativeDecoder, start: list[int], tokens: int) -> _Turn:
+def _turn(target: NativeDecoder, start: list[int], tokens: int) -> _Turn:
     rate, plain_ms = bandwidth().value, _ms(_decode(target, start, tokens))
-    with _clock(target) as clock:
-        _decode(target, start, 1)
-        begun = clock()
-        _decode(target, start, 1)  # the prompt's pass, which the next one makes too
-        prefilled = clock()
-        run = _decode(target, start, tokens)
-        ended = clock()
+    _decode(target, start, 1)
+    begun = target.seconds()
+    _decode(target, start, 1)  # the prompt's pass, which the next one makes too
+    prefilled = target.seconds()
+    run = _decode(target, start, tokens)
+    ended = target.seconds()
     steps = len(run.steps)
     seconds = {part: max(0.0, s - 2 * prefilled[part] + begun[part]) / steps for part, s in ended.items() if s}
     seconds["sampling"] = max(0.0, sum(s.t_verify for s in run.steps) / steps - sum(seconds.values()))
@@ -190,16 +186,6 @@ def document(profile: Profile, name: str) -> Document:
         Table(summary, ("part", "ms/token", "share"), shares),
     )
     return Document(f"{name}: where the time goes", "", blocks)
-
-
-@contextmanager
-def _clock(target: Decoder | NativeDecoder) -> Iterator[Callable[[], dict[str, float]]]:
-    """Reads seconds by part so far. The C++ core keeps them always; the torch engine is taken apart for the block."""
-    if isinstance(target, NativeDecoder):
-        yield target.seconds
-    else:
-        with timed(target) as clock:
-            yield lambda: {part: clock.seconds[part] for part in PARTS}
 
 
 def _decode(

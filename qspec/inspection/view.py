@@ -1,6 +1,6 @@
 """`qspec inspect`: look into a float model before it is quantized, or into a pair after. Nothing is changed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 import math
 import os
@@ -11,7 +11,7 @@ from qspec.bridges.architectures import quantization_method
 from qspec.bridges.hf import read_config
 from qspec.bridges.text import calibration_rows, load_rows
 from qspec.errors import RecipeError
-from qspec.inspection import model_page as inspect_model_page, pair_page as inspect_pair_page
+from qspec.inspection import model_page, pair_page
 from qspec.inspection.model import CalibrationText, ModelView, view_model
 from qspec.inspection.pair import PairView, read_half, view_half
 from qspec.models.load import load
@@ -20,8 +20,7 @@ from qspec.progress import Progress
 from qspec.quantization.calibrate import calibrate
 from qspec.readable import size
 from qspec.records import Tokenizer
-from qspec.report.document import Block, Details, Document, Heading, Table
-from qspec.report.render.text import table_lines
+from qspec.report.document import Document, Heading
 from qspec.schema.drafts import DRAFTS
 from qspec.schema.manifest import NAME
 from qspec.schema.problems import validate
@@ -109,23 +108,15 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def document(view: ModelView | PairView, layers: bool = False, page: bool = False) -> Document:
-    """`layers`: a line for every layer too. `page`: bars, and every layer folded away, as a web page can."""
-    summary, charts, every = _parts(view)
-    blocks = [*summary, *charts] if page else summary
-    if page:
-        blocks += [Heading("Every layer"), *map(_folded, every)]
-    elif layers:
-        blocks = [*blocks, Heading("Every layer"), *every]
-    title = view.model if isinstance(view, ModelView) else view.name
-    return Document(title, _about(view), tuple(blocks))
-
-
-def _parts(view: ModelView | PairView) -> tuple[list[Block], list[Block], Iterable[Table]]:
+def document(view: ModelView | PairView, layers: bool = False) -> Document:
+    """A line per kind of layer; `layers`: one for every layer too."""
     if isinstance(view, ModelView):
-        page = inspect_model_page
-        return page.summary(view), page.charts(view), page.every_layer(view)
-    return inspect_pair_page.summary(view), inspect_pair_page.charts(view), inspect_pair_page.every_layer(view)
+        title, blocks, every = view.model, model_page.summary(view), model_page.every_layer(view)
+    else:
+        title, blocks, every = view.name, pair_page.summary(view), pair_page.every_layer(view)
+    if layers:
+        blocks += [Heading("Every layer"), *every]
+    return Document(title, _about(view), tuple(blocks))
 
 
 def _about(view: ModelView | PairView) -> str:
@@ -145,7 +136,3 @@ def _about(view: ModelView | PairView) -> str:
         seen = view.calibration
         parts.append(f"measured on {seen.tokens:,} tokens of {seen.data} ({seen.texts} texts)")
     return " · ".join(parts)
-
-
-def _folded(table: Table) -> Details:
-    return Details(table.caption, tuple(table_lines(table)), code=True)
