@@ -71,9 +71,9 @@ def interval(ci: Interval, digits: int = 3) -> str:
     return "" if ci is None else Range(f"{number(ci[0], digits)} to {number(ci[1], digits)}", ci)
 
 
-def percents(ci: Interval, digits: int = 1) -> str:
+def percents(ci: Interval) -> str:
     """`97.1 % to 99.8 %`, or nothing."""
-    return "" if ci is None else Range(f"{percent(ci[0], digits)} to {percent(ci[1], digits)}", ci)
+    return "" if ci is None else Range(f"{percent(ci[0])} to {percent(ci[1])}", ci)
 
 
 def size(amount: float) -> Numeral:

@@ -46,14 +46,14 @@ class Streamed:
 class Api:
     """One model of a server. Safe to ask from several threads."""
 
-    def __init__(self, url: str, model: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, model: str | None = None) -> None:
         """`url`: up to and with `/v1`; `model`: None: the first that the server names. Asks nothing yet."""
         import httpx
 
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.Client(headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self._client = httpx.Client(headers=headers, timeout=600.0, limits=limits, trust_env=False)
         self.url, self._model, self._lost = url.rstrip("/"), model, httpx.TransportError
 
     @property

@@ -136,18 +136,20 @@ def decode_transforms(config: Mapping[str, Any]) -> bool:
 
 def canonical_plan(resolved: Resolved, kv: KVScheme | None) -> QuantPlan:
     """A plan that resolves to `resolved`: the commonest scheme is the default, patterns name the others."""
-    every = list(resolved)
     members: dict[LayerScheme | None, list[str]] = {}
     for layer, scheme in resolved.items():
         members.setdefault(scheme, []).append(layer)
+    default, rules = in_few_rules(members, list(resolved))
+    return QuantPlan(default, rules, kv)
+
+
+def in_few_rules(
+    members: Mapping[LayerScheme | None, Sequence[str]], every: Sequence[str]
+) -> tuple[LayerScheme | None, tuple[Rule, ...]]:
+    """The commonest scheme, and rules by pattern for the members of the others, among `every` layer."""
     default = max(members, key=lambda scheme: len(members[scheme]))
-    rules = [
-        Rule(pattern, scheme)
-        for scheme, layers in members.items()
-        if scheme != default
-        for pattern in patterns(layers, every)
-    ]
-    return QuantPlan(default, tuple(rules), kv)
+    others = [(scheme, layers) for scheme, layers in members.items() if scheme != default]
+    return default, tuple(Rule(pattern, scheme) for scheme, layers in others for pattern in patterns(layers, every))
 
 
 def patterns(layers: Sequence[str], every: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from qspec.numerics.quantization.affine import QTensor
 from qspec.numerics.quantization.blocks import PerChannel, PerGroup, PerTensor
 from qspec.numerics.quantization.codes import quantize_blocks, symmetric_scale
 from qspec.numerics.quantization.formats import FORMATS, INT4, INT8, NumFormat
-from qspec.numerics.speculation.probs import sample, target_probs
+from qspec.numerics.speculation.probs import sample
 
 Rows = tuple[Tensor, Tensor | None]
 """Codes `[N, K]` and float32 scales `[N]`; values in float and None."""
@@ -177,13 +177,6 @@ def verify_sampling(
         replaced_B1 = (accepted_B < k)[:, None] & (rest_BV.sum(-1, keepdim=True) > 0)
         rejected_BV = torch.where(replaced_B1, rest_BV, rejected_BV)
     return accepted_B.int(), sample(rejected_BV, uniforms_BR[:, k])
-
-
-def sample_rows(
-    logits_NV: Tensor, uniforms_N: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> Tensor:
-    """Tokens int64 `[N]` of the distributions that `numerics.speculation.probs.target_probs` makes, by inverse CDF."""
-    return sample(target_probs(logits_NV, temperature, top_k, top_p), uniforms_N)
 
 
 def _rounded(y_NH: Tensor, fmt: NumFormat | None, scale: Tensor | None, dtype: torch.dtype) -> Rows:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qspec.bridges.quant_config import patterns
+from qspec.bridges.quant_config import in_few_rules
 from qspec.errors import RecipeError
 from qspec.numerics.quantization.allocate import allocate
-from qspec.plan import LayerScheme, QuantPlan, Rule
+from qspec.plan import LayerScheme, QuantPlan
 from qspec.quantization.units import Sizes, candidate_plans, candidate_schemes, n_weights, open_units, sizes
 from qspec.readable import number, size
 from qspec.records import ArchMap
@@ -101,15 +101,8 @@ def _members(units: Sequence[tuple[str, ...]], chosen: Sequence[int], candidates
 
 
 def _rules(members: dict[LayerScheme | None, list[str]], plan: QuantPlan, arch: ArchMap) -> QuantPlan:
-    """The commonest scheme is the default, patterns name the others."""
-    default = max(members, key=lambda scheme: len(members[scheme]))
-    every = arch.linears()
-    rules = [
-        Rule(pattern, scheme)
-        for scheme, layers in members.items()
-        if scheme != default
-        for pattern in patterns(layers, every)
-    ]
+    """The recipe's own rules first, then what was solved in few."""
+    default, rules = in_few_rules(members, arch.linears())
     return QuantPlan(default, (*plan.rules, *rules), plan.kv)
 
 

@@ -18,19 +18,17 @@ KEEP_ROWS = 128
 _SHARED_INPUT = {"q_proj": ("k_proj", "v_proj"), "gate_proj": ("up_proj",)}
 
 
-def calibrate(
-    model: LoadedModel, rows: Sequence[list[int]], keep_rows: int = KEEP_ROWS, progress: Progress | None = None
-) -> LayerStats:
+def calibrate(model: LoadedModel, rows: Sequence[list[int]], progress: Progress | None = None) -> LayerStats:
     """Run `rows` of token ids through the float model and record what every linear layer and KV head saw.
 
-    One piece of the model is in memory at a time, and the hidden states of all rows. `keep_rows` input rows per layer
+    One piece of the model is in memory at a time, and the hidden states of all rows. `KEEP_ROWS` input rows per layer
     are kept, evenly spaced over each text, for searches by output error. Raises `SourceError` for a model whose
     activations are not finite.
     """
     states, seen = embedded(model, rows), list[LayerStats]()
     count = model.arch.n_layers + 1
     for piece in (progress or Progress(quiet=True)).track(pieces(model), "calibrate", count, "layers"):
-        stats, states = calibrate_piece(piece, states, keep_rows)
+        stats, states = calibrate_piece(piece, states)
         seen.append(stats)
     return joined(seen)
 
@@ -47,13 +45,11 @@ def random_rows(vocab: int, count: int, length: int, seed: int) -> list[list[int
     return rows
 
 
-def calibrate_piece(
-    piece: LoadedModel, states: Sequence[Tensor], keep_rows: int = KEEP_ROWS
-) -> tuple[LayerStats, list[Tensor]]:
+def calibrate_piece(piece: LoadedModel, states: Sequence[Tensor]) -> tuple[LayerStats, list[Tensor]]:
     """Statistics of one piece over hidden states `[T, hidden]` per row, and the hidden states behind it."""
     assert states, "calibration needs at least one row"
     decoder = Decoder.from_float(piece, max_length=longest(states))
-    recorder = decoder.observer = Recorder(per_text=-(-keep_rows // len(states)))
+    recorder = decoder.observer = Recorder(per_text=-(-KEEP_ROWS // len(states)))
     after = advanced(decoder, states)
     stats = recorder.stats(piece.arch, sum(x_TK.shape[0] for x_TK in states))
     _require_finite(stats, str(piece.source.get("model", "model")))

@@ -5,16 +5,13 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 import sys
 import tomllib
-from typing import Any
 
 from optimum.commands import optimum_cli
-from optimum.quantization_base import OptimumQuantizer
 from optimum.utils.normalized_config import NormalizedConfigManager
 import pytest
 
 from qspec.bridges import optimum as seat
 from qspec.bridges.hf import arch_from_config, read_config
-from qspec.errors import OutputError
 from tests.tiny import KINDS, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,32 +31,6 @@ def test_normalized_config_agrees(tmp_path: Path, kind: str) -> None:
     assert view.eos_token_id == arch.eos_ids[0]
     if view.has_attribute("num_key_value_heads"):
         assert view.num_key_value_heads == arch.n_kv_heads
-
-
-def test_quantizer_hands_everything_on(tmp_path: Path) -> None:
-    """Would catch options or a revision that optimum's interface swallows."""
-    calls: list[tuple[Any, dict[str, Any]]] = []
-    kind = seat.quantizer(lambda *args, **options: calls.append((args, options)))
-    assert issubclass(kind, OptimumQuantizer)
-    made = kind.from_pretrained("org/model", revision="v1").quantize(
-        tmp_path / "out", scheme="FP8", kv={"scales": "cast"}
-    )
-    assert made == tmp_path / "out"
-    expected = {"revision": "v1", "scheme": "FP8", "kv": {"scales": "cast"}}
-    assert calls == [(("org/model", tmp_path / "out"), expected)]
-
-
-def test_quantizer_takes_a_file_of_a_folder(tmp_path: Path) -> None:
-    """Would catch optimum's `file_name` being ignored: another model would be quantized."""
-    kind = seat.quantizer(lambda *_args, **_options: None)
-    assert kind.from_pretrained(tmp_path, "x.gguf").model == str(tmp_path / "x.gguf")
-
-
-def test_file_prefix_is_refused(tmp_path: Path) -> None:
-    """Would catch a checkpoint under names that no engine finds, or a prefix that is silently dropped."""
-    made = seat.quantizer(lambda *_args, **_options: None)("org/model")
-    with pytest.raises(OutputError, match="file_prefix"):
-        made.quantize(tmp_path, "int8")
 
 
 def install(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,7 @@ the tree continues, itself no node. A chain has the parents -1, 0, 1, …
 """
 
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 Parents = Sequence[int]
 
@@ -63,14 +59,6 @@ def branches(parents_K: Parents) -> list[tuple[list[int], int]]:
     return paths
 
 
-def attention_mask(parents_K: Parents) -> Tensor:
-    """Boolean `[K, K]`: whether the node of the row sees that of the column, an ancestor or itself."""
-    mask_KK = torch.zeros(len(parents_K), len(parents_K), dtype=torch.bool)
-    for node in range(len(parents_K)):
-        mask_KK[node, path_to(parents_K, node)] = True
-    return mask_KK
-
-
 def under_root(parents_K: Parents) -> list[int]:
     """The same tree below one more node, which comes first."""
     return [-1, *(parent + 1 for parent in parents_K)]
@@ -101,30 +89,6 @@ def spelled(tree: Tree, tokens: Sequence[int]) -> list[int]:
             break
         path.append(match)
     return path
-
-
-def product_tree(tokens_DW: Sequence[Sequence[int]], probs_DW: Sequence[Sequence[float]], budget: int) -> Tree:
-    """The `budget` likeliest paths where D levels offer candidates by position alone, likeliest first in each.
-
-    For heads that predict every position at once: a path's probability is the product of its candidates'.
-    """
-    tree, reach_K = Tree([], []), list[float]()
-    waiting: list[tuple[float, int, int, int]] = []  # -path probability, parent, level, candidate
-
-    def offer(parent: int, level: int, candidate: int) -> None:
-        if level < len(probs_DW) and candidate < len(probs_DW[level]):
-            before = reach_K[parent] if parent >= 0 else 1.0
-            heappush(waiting, (-before * probs_DW[level][candidate], parent, level, candidate))
-
-    offer(-1, 0, 0)
-    while waiting and len(reach_K) < budget:
-        negative, parent, level, candidate = heappop(waiting)
-        tree.tokens_K.append(tokens_DW[level][candidate])
-        tree.parents_K.append(parent)
-        reach_K.append(-negative)
-        offer(len(reach_K) - 1, level + 1, 0)
-        offer(parent, level, candidate + 1)
-    return tree
 
 
 def merged_chains(chains: Iterable[Iterable[int]]) -> Tree:

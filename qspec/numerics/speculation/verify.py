@@ -48,13 +48,8 @@ def verify_sampling(tokens_K: Tensor, q_KV: Tensor | None, p_K1V: Tensor, unifor
     return _read(accepted_1, sample(probs_1V, uniforms_K1[-1:]))
 
 
-def verify_tree_greedy(tokens_K: Tensor, parents_K: Parents, logits_K1V: Tensor) -> tuple[list[int], int]:
-    """The nodes that plain decoding would pass, and its token behind them: `(path, next_token)`."""
-    return verify_tree_best(tokens_K, parents_K, logits_K1V.argmax(-1))
-
-
 def verify_tree_best(tokens_K: Tensor, parents_K: Parents, best_K1: Tensor) -> tuple[list[int], int]:
-    """`verify_tree_greedy` where the arg-max of each row is known."""
+    """The nodes that plain decoding would pass, and its token behind them: `(path, next_token)`. best: each row's."""
     best, tokens = best_K1.tolist(), tokens_K.tolist()
     children_K1 = children(parents_K)
     path, node = list[int](), -1

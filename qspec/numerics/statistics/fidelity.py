@@ -88,8 +88,8 @@ def excess_p(inside: Sequence[bool], chances: Sequence[float]) -> float:
     return min(1.0, 2 * float(min(distribution.cdf(count), distribution.sf(count - 1))))
 
 
-def detectable_shift(chances: Sequence[float], level: float, power: float = 0.8) -> float:
-    """Smallest rise of every chance (a total variation) that `excess_p` finds below `level` with `power`; 1: none."""
+def detectable_shift(chances: Sequence[float], level: float) -> float:
+    """Smallest rise of every chance (total variation) that `excess_p` finds below `level` in 4 of 5 cases; 1: none."""
     from scipy import stats
 
     if not chances:
@@ -99,7 +99,7 @@ def detectable_shift(chances: Sequence[float], level: float, power: float = 0.8)
 
     def detected(step: int) -> bool:
         moved = [min(1.0, chance + step / STEPS) for chance in chances]
-        return first <= most and float(stats.poisson_binom(moved).sf(first - 1)) >= power
+        return first <= most and float(stats.poisson_binom(moved).sf(first - 1)) >= 0.8
 
     return bisect_left(range(STEPS), True, key=detected) / STEPS
 

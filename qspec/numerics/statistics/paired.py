@@ -14,33 +14,35 @@ from torch import Tensor
 
 from qspec.numerics.statistics import student
 
+REACH = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
+"""Standard errors that a true effect must be away from none, to be shown at 95 % in 4 of 5 cases."""
 BATCH = 100
 """Resamples or orders that are worked on at once, which bounds memory over many items."""
 
 
-def proportion_difference(only_a: int, only_b: int, n: int, level: float = 0.95) -> tuple[float, float]:
+def proportion_difference(only_a: int, only_b: int, n: int) -> tuple[float, float]:
     """Interval of (share right in b) - (share right in a) over `n` pairs (Agresti and Min 2005, half a pair per cell).
 
     `only_a` / `only_b`: items that one alone got right. Unlike a bootstrap it keeps a width when no pair differs.
     """
-    z, size = NormalDist().inv_cdf((1 + level) / 2), n + 2
+    z, size = NormalDist().inv_cdf(0.975), n + 2
     centre = (only_b - only_a) / size
     half = z * math.sqrt(max(0.0, only_a + only_b + 1 - (only_b - only_a) ** 2 / size)) / size
     return max(-1.0, centre - half), min(1.0, centre + half)
 
 
-def proportion_ratio(both: int, only_a: int, only_b: int, level: float = 0.95) -> tuple[float, float]:
+def proportion_ratio(both: int, only_a: int, only_b: int) -> tuple[float, float]:
     """Interval of (share right in b) / (share right in a): normal in the logarithm, half a pair added to each cell.
 
     `both`: items that both got right. It keeps a width when no pair differs, and an end when one arm got none right.
     """
     right_a, right_b = both + only_a + 1, both + only_b + 1
     error = math.sqrt((only_a + only_b + 1) / (right_a * right_b))
-    half = NormalDist().inv_cdf((1 + level) / 2) * error
+    half = NormalDist().inv_cdf(0.975) * error
     return right_b / right_a * math.exp(-half), right_b / right_a * math.exp(half)
 
 
-def bootstrap_ratio(a_N: Tensor, b_N: Tensor, n: int = 1000, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+def bootstrap_ratio(a_N: Tensor, b_N: Tensor, n: int = 1000) -> tuple[float, float]:
     """Percentile interval of `mean(b) / mean(a)` over scored items, from `n` resamples of pairs; a's is above 0."""
     from scipy import stats
 
@@ -52,39 +54,33 @@ def bootstrap_ratio(a_N: Tensor, b_N: Tensor, n: int = 1000, level: float = 0.95
         return (b.sum(axis) + none) / (a.sum(axis) + none)
 
     data, options = (a_N.numpy(), b_N.numpy()), {"paired": True, "method": "percentile", "batch": BATCH}
-    ci = stats.bootstrap(data, ratio, n_resamples=n, confidence_level=level, rng=seed, **options).confidence_interval
+    ci = stats.bootstrap(data, ratio, n_resamples=n, rng=0, **options).confidence_interval
     return float(ci.low), float(ci.high)
 
 
-def shown_sign(ci: tuple[float, float] | None, p_value: float | None, significance: float = 0.05) -> int:
+def shown_sign(ci: tuple[float, float] | None, p_value: float | None) -> int:
     """Sign of a difference whose interval and (if there is one) test both exclude none; 0 when one of them does not."""
     low, high = ci or (-math.inf, math.inf)
-    if low <= 0 <= high or (p_value is not None and p_value >= significance):
+    if low <= 0 <= high or (p_value is not None and p_value >= 0.05):
         return 0
     return 1 if low > 0 else -1
 
 
-def detectable_share(discordant: int, n: int, level: float = 0.95, power: float = 0.8) -> float:
-    """Smallest true drop of the share right that `n` pairs show with `power`; `discordant`: right in one arm only.
+def detectable_share(discordant: int, n: int) -> float:
+    """Smallest true drop of the share right that `n` pairs show in 4 of 5 cases; `discordant`: right in one arm only.
 
-    The drop itself makes pairs discordant: `d` solves `d = (z_level + z_power) sqrt((share + d) / n)`, so it stays
+    The drop itself makes pairs discordant: `d` solves `d = REACH sqrt((share + d) / n)`, so it stays
     above 7.8 items where no pair differs (the exact test needs 6 to one side). One pair is added to the share.
     """
-    k, share = _reach(level, power) ** 2 / n, (discordant + 1) / (n + 1)
+    k, share = REACH**2 / n, (discordant + 1) / (n + 1)
     return min(1.0, k / 2 + math.sqrt(k * k / 4 + k * share))
 
 
-def pairs_needed(discordant: int, n: int, drop: float, level: float = 0.95, power: float = 0.8) -> int:
+def pairs_needed(discordant: int, n: int, drop: float) -> int:
     """Fewest pairs that show a true drop of the share right, from `discordant` of `n` seen: `detectable_share` solved
     for its number of pairs.
     """
-    return math.ceil(_reach(level, power) ** 2 * (drop + (discordant + 1) / (n + 1)) / drop**2)
-
-
-def _reach(level: float, power: float) -> float:
-    """Standard errors that a true effect must be away from none, to be shown with `power`."""
-    normal = NormalDist()
-    return normal.inv_cdf((1 + level) / 2) + normal.inv_cdf(power)
+    return math.ceil(REACH**2 * (drop + (discordant + 1) / (n + 1)) / drop**2)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

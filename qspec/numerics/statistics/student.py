@@ -45,11 +45,11 @@ def ratio_interval(parts: Sequence[float], wholes: Sequence[float], level: float
     return ratio - half, ratio + half
 
 
-def detectable_difference(spread: float, n: int, level: float = 0.95, power: float = 0.8) -> float:
-    """Smallest true mean that `n` values of standard deviation `spread` show with `power`; inf from a single one."""
+def detectable_difference(spread: float, n: int) -> float:
+    """Smallest true mean that `n` values of standard deviation `spread` show in 4 of 5 cases; inf from a single one."""
     if n < 2:
         return math.inf
-    return (quantile((1 + level) / 2, n - 1) + quantile(power, n - 1)) * spread / math.sqrt(n)
+    return (quantile(0.975, n - 1) + quantile(0.8, n - 1)) * spread / math.sqrt(n)
 
 
 def values_needed(spread: float, effect: float) -> int | None:

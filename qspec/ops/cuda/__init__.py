@@ -9,7 +9,7 @@ from torch import Tensor
 from qspec.numerics.quantization.formats import INT4, NumFormat
 from qspec.ops import reference_cuda as twins
 from qspec.ops.cuda.device import interpreted
-from qspec.ops.reference_cuda import CudaWeight, KVLayer, Rows, pack, sample_rows, verify_greedy, verify_sampling
+from qspec.ops.reference_cuda import CudaWeight, KVLayer, Rows, pack, verify_greedy, verify_sampling
 
 __all__ = [
     "CudaWeight",
@@ -20,7 +20,6 @@ __all__ = [
     "pack",
     "quantize_rows",
     "rope_write",
-    "sample_rows",
     "silu_mul",
     "verify_greedy",
     "verify_sampling",

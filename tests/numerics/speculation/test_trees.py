@@ -1,23 +1,17 @@
 """Token trees: shapes that are easy to draw, and their algebra."""
 
-import itertools
 import math
-import operator
 
 from hypothesis import given, strategies as st
-import pytest
-import torch
 
 from qspec.numerics.speculation.trees import (
     Tree,
-    attention_mask,
     branches,
     children,
     depths,
     likeliest,
     merged_chains,
     path_to,
-    product_tree,
     spelled,
     subtree,
     under_root,
@@ -43,17 +37,6 @@ def test_shape_of_a_small_tree() -> None:
 
 
 @given(any_tree)
-def test_the_mask_sees_ancestors_only(parents: list[int]) -> None:
-    """Catches a node that sees a sibling's branch, misses the root's child, or does not see itself."""
-    mask_KK = attention_mask(parents)
-    for node, parent in enumerate(parents):
-        inherited = mask_KK[parent] if parent >= 0 else torch.zeros(len(parents), dtype=torch.bool)
-        itself = torch.arange(len(parents)) == node
-        assert torch.equal(mask_KK[node], inherited | itself)
-    assert mask_KK.sum(1).tolist() == [depth + 1 for depth in depths(parents)]
-
-
-@given(any_tree)
 def test_branches_have_every_node_once(parents: list[int]) -> None:
     """Catches nodes that attention computes twice or never."""
     nodes = [node for path, seen in branches(parents) for node in path[seen:]]
@@ -75,21 +58,6 @@ def test_the_likeliest_nodes_are_a_tree(parents: list[int], data: st.DataObject)
     small = subtree(Tree(list(range(len(parents))), parents), kept)
     assert small.tokens_K == kept
     assert [kept[p] if p >= 0 else -1 for p in small.parents_K] == [parents[i] for i in kept]
-
-
-@pytest.mark.parametrize("budget", [0, 1, 4, 7, 100])
-def test_product_tree_holds_the_likeliest_paths(budget: int) -> None:
-    """Catches a heap that opens nodes in the wrong order, drops the last candidate, or overruns its budget."""
-    tokens, probs = [[5, 6, 7], [8, 9], [5]], [[0.6, 0.3, 0.05], [0.7, 0.2], [0.9]]
-    picks = [
-        pick for depth in (1, 2, 3) for pick in itertools.product(*(range(len(level)) for level in tokens[:depth]))
-    ]
-    every = {
-        tuple(map(operator.getitem, tokens, pick)): math.prod(map(operator.getitem, probs, pick)) for pick in picks
-    }
-    tree = product_tree(tokens, probs, budget)
-    paths = [tuple(tree.tokens_K[i] for i in path_to(tree.parents_K, node)) for node in range(len(tree.tokens_K))]
-    assert paths == sorted(every, key=lambda path: -every[path])[:budget]
 
 
 def test_chains_share_what_they_have_in_common() -> None:

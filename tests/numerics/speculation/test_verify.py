@@ -15,7 +15,7 @@ from qspec.numerics.speculation.verify import (
     next_probs,
     verify_greedy,
     verify_sampling,
-    verify_tree_greedy,
+    verify_tree_best,
     verify_tree_sampling,
 )
 from qspec.speculation.types import Sampling
@@ -308,14 +308,14 @@ def test_a_chain_is_a_tree_of_one_branch() -> None:
 )
 def test_greedy_rule_on_a_tree(best: list[int], expected: tuple[list[int], int]) -> None:
     """Catches a path through a node whose parent did not stand, and a next token from the wrong row."""
-    assert verify_tree_greedy(torch.tensor([1, 2, 3, 4]), (-1, -1, 0, 1), torch.eye(9)[best]) == expected
+    assert verify_tree_best(torch.tensor([1, 2, 3, 4]), (-1, -1, 0, 1), torch.tensor(best)) == expected
 
 
 def test_a_tree_without_nodes_is_a_plain_draw() -> None:
     """Catches an index into an empty draft."""
     nothing, p_1V = torch.empty(0, dtype=torch.long), torch.tensor([[0.25, 0.75]])
     assert verify_tree_sampling(nothing, (), None, p_1V, torch.tensor([0.5])) == ([], 1)
-    assert verify_tree_greedy(nothing, (), p_1V) == ([], 1)
+    assert verify_tree_best(nothing, (), p_1V.argmax(-1)) == ([], 1)
 
 
 @pytest.mark.parametrize("certain", [True, False])

@@ -12,8 +12,7 @@ from qspec.numerics.quantization.affine import quantize_weight
 from qspec.numerics.quantization.blocks import Granularity, PerChannel, PerGroup, PerTensor
 from qspec.numerics.quantization.formats import FP8_E4M3, INT4, INT8, NumFormat
 from qspec.numerics.speculation import verify
-from qspec.numerics.speculation.probs import sample, target_probs
-from qspec.numerics.speculation.trees import attention_mask
+from qspec.numerics.speculation.trees import path_to
 from qspec.ops import cuda, reference, reference_cuda as twins
 
 
@@ -59,7 +58,9 @@ def test_written_cache_is_attended_as_a_tree(dtype: torch.dtype) -> None:
     slots = torch.arange(17).expand(b, -1)
     turned = cuda.rope_write(q, k, v, angle.cos(), angle.sin(), slots, slots, cache)
     assert torch.equal(turned[0].transpose(0, 1), rotate(q[0].transpose(0, 1), angle.cos()[:17], angle.sin()[:17]))
-    mask_KK = attention_mask(parents)
+    mask_KK = torch.zeros(4, 4, dtype=torch.bool)
+    for node in range(4):
+        mask_KK[node, path_to(parents, node)] = True
     bits = torch.tensor([sum(1 << j for j in range(4) if row[j]) for row in mask_KK.tolist()]).expand(b, -1)
     got = cuda.attend(turned[:, :4], cache, lengths, bits, d**-0.5)
     for i, n in enumerate(lengths.tolist()):
@@ -99,15 +100,3 @@ def test_verification_of_a_batch_equals_that_of_each_chain(k: int) -> None:
         for got, law in ((sampled, q[i]), (certain, None)):
             want = verify.verify_sampling(drafts[i], law, p[i], uniforms[i])
             assert (int(got[0][i]), int(got[1][i])) == want
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 3, 0.8), (1.3, 0, 0.5)]
-)
-def test_rows_are_sampled_as_each_alone(temperature: float, top_k: int, top_p: float) -> None:
-    """Catches a row drawn with another's number or law, and a setting that is read on the host."""
-    logits, uniforms = torch.randn(20, 11), torch.rand(20, dtype=torch.float64)
-    with DeviceOnly():
-        got = cuda.sample_rows(logits, uniforms, temperature, top_k, top_p)
-    for row, u, token in zip(logits, uniforms, got.tolist(), strict=True):
-        assert token == int(sample(target_probs(row[None], temperature, top_k, top_p)[0], u))
