@@ -12,7 +12,7 @@ from qspec.bridges import compressed
 from qspec.errors import QspecError
 from qspec.inspection.model import CalibrationText
 from qspec.nn.eager.decoder import Decoder
-from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
+from qspec.numerics.quantization.blocks import granularity_name
 from qspec.numerics.quantization.distribution import Extent, beyond_share, extent, saturated_share
 from qspec.numerics.quantization.packing import PER_WORD
 from qspec.pair.check import lint
@@ -128,7 +128,7 @@ def _layer(model: QuantizedModel, name: str, scheme: LayerScheme | None) -> Stor
         shape,
         scheme_label(scheme),
         weight.fmt.name,
-        _granularity(weight.granularity),
+        granularity_name(weight.granularity),
         _activation(scheme.activation),
         weight.scale.numel(),
         extent(weight.scale.abs()),
@@ -160,24 +160,10 @@ def _stored_bytes(linear: QLinear) -> int:
     return codes + 4 * weight.scale.numel() + zeros + extra
 
 
-def _granularity(granularity: Granularity) -> str:
-    match granularity:
-        case PerTensor():
-            return "tensor"
-        case PerChannel():
-            return "channel"
-        case PerGroup(size):
-            return f"group {size}"
-        case PerBlock(rows, columns):
-            return f"tile {rows}x{columns}"
-        case _:
-            return "token"
-
-
 def _activation(scheme: TensorScheme | None) -> str:
     if scheme is None:
         return "–"
-    return f"{scheme.fmt.name} {_granularity(scheme.granularity)} {'dynamic' if scheme.dynamic else 'static'}"
+    return f"{scheme.fmt.name} {granularity_name(scheme.granularity)} {'dynamic' if scheme.dynamic else 'static'}"
 
 
 def _kv(model: QuantizedModel, seen: Mapping[str, SeenKV]) -> KVCacheView | None:

@@ -13,6 +13,7 @@ from qspec.numerics.roofline import PassCost
 from qspec.provenance import usable_cores
 from qspec.quantization.calibrate import KEEP_ROWS
 from qspec.quantization.sensitivity import TOKENS
+from qspec.quantization.smooth import STRENGTHS
 from qspec.schema.devices import read_device
 from qspec.schema.quantization import QuantSpec
 from qspec.schema.recipe import MMLU_PRO_SUBJECTS, Recipe, TaskSpec
@@ -251,7 +252,7 @@ def _searches(half: HalfCost, rate: float) -> float:
     """Seconds of smoothing strengths: each is rounded once, and run on a sample."""
     smoothing, tried = half.spec.smoothing, 0
     if smoothing is not None and smoothing.strength == "auto":
-        tried += smoothing.grid + 1  # leaving the layer alone is one of them
+        tried += STRENGTHS + 1  # leaving the layer alone is one of them
     share = half.rounded / half.weights if half.weights else 0.0
     return tried * (_rounds(half.spec) * ROUNDING * half.rounded + share * KEEP_ROWS * half.cost.ops / rate)
 

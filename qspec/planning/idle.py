@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from qspec.numerics.quantization.blocks import PerGroup, PerTensor
 from qspec.plan import LayerScheme
 from qspec.planning.planned import PlannedHalf, PlannedPair
-from qspec.schema.quantization import RANDOM_ROWS, ClipSpec, KVPartSpec, KVSpec, QuantSpec, SmoothingSpec
+from qspec.schema.quantization import RANDOM_ROWS, ClipSpec, KVPartSpec, KVSpec, QuantSpec
 from qspec.schema.recipe import CalibrationSpec, DraftLengthSpec, Recipe
 from qspec.scheme_table import SCHEMES, named, rows_that
 from qspec.schemes.device_rules import PlanFinding
@@ -36,10 +36,6 @@ def _quantization(half: PlannedHalf) -> Iterator[IdleField]:
         if own.group_size is not None and not SCHEMES[own.scheme].sized:
             value = f"rules: group_size {own.group_size} of {own.match}"
             yield value, f"{own.scheme} has no scales per group", f"omit it, or use {sized}"
-    smoothing = spec.smoothing
-    if smoothing is not None and smoothing.strength != "auto" and smoothing.grid != SmoothingSpec().grid:
-        rule = f"strength {smoothing.strength:g} is given, and nothing is tried"
-        yield f"smoothing.grid {smoothing.grid}", rule, "omit it, or use strength: auto"
     if spec.clip.percentile != ClipSpec().percentile and spec.clip.method != "percentile":
         rule = f"clip.method is {spec.clip.method}"
         yield f"clip.percentile {spec.clip.percentile:g}", rule, "omit it, or use method: percentile"

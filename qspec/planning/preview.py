@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qspec.numerics.quantization.blocks import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
+from qspec.numerics.quantization.blocks import granularity_name
 from qspec.numerics.roofline import bytes_moved, pass_seconds, ridge_rows
 from qspec.pair.exports import exports, transformers_snippet, vllm_command
 from qspec.plan import KVPart, KVScheme, TensorScheme
@@ -97,21 +97,7 @@ def _group_view(half: PlannedHalf, label: str, layers: tuple[str, ...]) -> dict[
 
 
 def _tensor_text(scheme: TensorScheme) -> str:
-    return f"{scheme.fmt.name} {_granularity_text(scheme.granularity)}{', at run time' if scheme.dynamic else ''}"
-
-
-def _granularity_text(granularity: Granularity) -> str:
-    match granularity:
-        case PerTensor():
-            return "per tensor"
-        case PerChannel():
-            return "per output channel"
-        case PerGroup(size):
-            return f"per {size} elements"
-        case PerBlock(rows, columns):
-            return f"per {rows}x{columns} tile"
-        case _:
-            return "per token"
+    return f"{scheme.fmt.name} per {granularity_name(scheme.granularity)}{', at run time' if scheme.dynamic else ''}"
 
 
 def _kv_text(kv: KVScheme | None) -> str:

@@ -26,6 +26,8 @@ from qspec.schema.recipe import FusionSpec
 QKV, O_PROJ = FUSED_GROUPS[0], LAYER_LINEARS[3]
 
 
+STRENGTHS = 5
+"""Strengths that `auto` tries, evenly over [0, 1)."""
 SEARCHED = 16
 """Readers of one input on which a smoothing strength is searched: of a mixture's layers, some speak for all."""
 
@@ -166,7 +168,7 @@ def _smooth_pair(
     amax_K = _over_repeats(work.amax[pair.readers[0]].float(), pair.repeats, work.arch.head_dim)
     strength = spec.strength
     if strength == "auto":
-        tried = [step / spec.grid for step in range(spec.grid)]
+        tried = [step / STRENGTHS for step in range(STRENGTHS)]
         whole_NK = torch.cat(work.weights(rounded[:: -(-len(rounded) // SEARCHED)]))
         best, _ = search_strength(work.inputs[pair.readers[0]], [whole_NK], amax_K, _fake_quant(scheme), tried)
         if best is None:

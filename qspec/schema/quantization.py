@@ -60,7 +60,6 @@ class SmoothingSpec(Strict):
     """Move activation outliers into weights (SmoothQuant). `auto` searches the strength per layer by output error."""
 
     strength: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
-    grid: int = Field(default=5, ge=2, le=20, description="strengths tried by `auto`, evenly over [0, 1)")
 
 
 class RotationSpec(Strict):

@@ -41,7 +41,6 @@ def told(folder: Path, spec: dict[str, Any], tied: bool = False, **sections: Any
         ({"scheme": "W4A16", "group_size": 32, "mixed": {"bits": 9}}, "scheme W4A16"),
         ({"scheme": "FP8_DYNAMIC", "group_size": 32}, "group_size 32"),
         ({"rules": [{"match": "o_proj", "scheme": "none", "group_size": 32}]}, "rules: group_size 32 of o_proj"),
-        ({"smoothing": {"strength": 0.5, "grid": 9}}, "smoothing.grid 9"),
         ({"clip": {"method": "mse", "percentile": 99}}, "clip.percentile 99"),
         ({"scheme": "none", "method": "gptq"}, "method gptq"),
         ({"scheme": "none", "smoothing": {}}, "smoothing"),
@@ -105,7 +104,7 @@ def test_a_head_is_untied_for_a_reason(tmp_path: Path) -> None:
     [
         ({"scheme": "W4A16", "group_size": 32, "method": "gptq"}, {"calibration": OWN_TEXT}),
         ({"group_size": 32, "mixed": {"bits": 9}}, {"calibration": OWN_TEXT}),
-        ({"smoothing": {"grid": 9}, "clip": {"method": "percentile", "percentile": 99}}, {}),
+        ({"smoothing": {}, "clip": {"method": "percentile", "percentile": 99}}, {}),
         ({"scheme": "FP8"}, {"fusion": {"share_scales": False, "fold_norms": True}}),
         ({"scheme": "none", "kv": STATIC_FP8 | {"scales": "cast"}}, {}),
         ({"kv": STATIC_FP8 | {"key": CHANNEL | {"group": 64}, "residual": 64}}, {}),

@@ -50,6 +50,21 @@ class PerBlock:
 Granularity = PerTensor | PerChannel | PerToken | PerGroup | PerBlock
 
 
+def granularity_name(granularity: Granularity) -> str:
+    """Its name for people: what shares a scale."""
+    match granularity:
+        case PerTensor():
+            return "tensor"
+        case PerChannel():
+            return "channel"
+        case PerToken():
+            return "token"
+        case PerGroup(size):
+            return f"group {size}"
+        case PerBlock(rows, cols):
+            return f"tile {rows}x{cols}"
+
+
 def scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int, ...]:
     """Shape of the scale tensor for a matrix of `shape` `(N, K)`."""
     n, k = shape
