@@ -16,7 +16,7 @@ def summary(view: ModelView) -> list[Block]:
     kinds = by_key(view.layers, part)
     blocks: list[Block] = [
         Heading("Weights"),
-        _spread_table(f"kurtosis: 3 is a normal law, more is heavier tails; {OUTLIERS}", kinds, lambda x: x.weight),
+        _spread_table(f"kurtosis: 3 is normal, more is heavier tails; {OUTLIERS}", kinds, lambda x: x.weight),
         Heading("Cost of a scheme"),
         _cost_table(kinds),
     ]

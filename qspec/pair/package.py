@@ -235,7 +235,7 @@ def _speaks_of(part: Mapping[str, Any], manifest: Manifest) -> bool:
 
 SWITCHES = {
     "tokens accepted by a threshold instead of the rejection rule (typical acceptance)": False,
-    "laws of draft and target mixed (ensembles)": False,
+    "distributions of draft and target mixed (ensembles)": False,
     "acceptance by a given rate (synthetic)": False,
     "another temperature, top-k or top-p for verification than for plain decoding": False,
 }

@@ -24,7 +24,7 @@ def acceptance_blocks(speed: Speed) -> list[Block]:
         return []
     name = naming(speed)
     caption = (
-        "α: accepted / tested draft tokens; forced: from both models' laws behind each token of the plain answers;"
+        "α: accepted / tested draft tokens; forced: from both distributions behind each token of the plain answers;"
         " tokens/step = 1 + accepted / steps; intervals over prompts"
     )
     table = tabulate(

@@ -80,7 +80,7 @@ def _sampled(marginals: Marginals) -> Finding:
     texts = f"{marginals.samples} texts of {marginals.positions} tokens behind {marginals.prompts} prompts"
     n = f"p = {marginals.p_value:.2g}, {texts}"
     if marginals.p_value < CERTAIN:
-        return Finding("bad", f"sampled text with drafts follows another law than the target's: {n}")
+        return Finding("bad", f"sampled text with drafts follows another distribution than the target's: {n}")
     if marginals.drafted is None or marginals.detectable is None:
         return Finding("open", f"sampled text: no difference shown, and none stated that would have been ({n})")
     if not marginals.drafted:
@@ -88,8 +88,8 @@ def _sampled(marginals: Marginals) -> Finding:
     seen = f"would have been found in 4 of 5 cases ({marginals.drafted} drafted tokens, {n})"
     shift = f"a shift of {percent(marginals.detectable)} of the probability towards the drafts"
     if marginals.detectable > SHIFT:
-        return Finding("open", f"sampled text is not shown to leave the target's law; only {shift} {seen}")
-    return Finding("good", f"sampled text follows the target's law; {shift} {seen}")
+        return Finding("open", f"sampled text is not shown to leave the target's distribution; only {shift} {seen}")
+    return Finding("good", f"sampled text follows the target's distribution; {shift} {seen}")
 
 
 def lossless(equality: Equality, texts: str = "greedy answers") -> Finding:

@@ -104,7 +104,7 @@ class DraftLengthSpec(Strict):
 
 
 class SpeculationSpec(Strict):
-    """Draft length, the sampling law that requests use by default, and the longest context."""
+    """Draft length, the sampling that requests use by default, and the longest context."""
 
     draft_length: DraftLengthSpec = DraftLengthSpec()
     temperature: Float32 = Field(default=0.0, ge=0)

@@ -212,8 +212,8 @@ class Answers(Measured):
 class DraftFidelity(Measured):
     """How close the packaged draft is to the one that it was made from, on held-out text.
 
-    `acceptance`, `unrounded_acceptance`: mean sum of minima of the quantized target's law and that of the packaged
-    draft, or of the draft as it came, behind every token. Of speculator heads: of the first.
+    `acceptance`, `unrounded_acceptance`: mean sum of minima of two distributions behind every token: the quantized
+    target's, and that of the packaged draft, or of the draft as it came. A speculator head speaks by its first stage.
     """
 
     kl: Measurement
@@ -338,7 +338,7 @@ class Acceptance(Record):
     """How drafts fared. `alpha` is per draft token examined; `tokens_per_step` = 1 + accepted / steps.
 
     `per_position[i]` is the share of steps that drafted position i whose token there was accepted. `teacher_forced`:
-    alpha from both models' laws behind every token of the plain answers, without drafting (None: no draft model).
+    alpha from both distributions behind every token of the plain answers, without drafting (None: no draft model).
     Of trees, positions are depths, and `nodes_per_step` counts every token that was verified. Intervals of `alpha`,
     `tokens_per_step` and `teacher_forced` are over prompts, whose tokens resemble each other (None: one prompt).
     """
@@ -442,11 +442,12 @@ class PromptFacts(Record):
 
 
 class Marginals(Record):
-    """Text sampled with drafts against the target's own law: `samples` texts of `positions` tokens behind `prompts`.
+    """Text sampled with drafts against the target's own distribution.
 
-    `p_value`: chance of tokens that differ at least as much if they follow that law (`measure.prove`). `drafted`:
-    tokens that a draft was judged for; `detectable`: the shift towards what drafts favour that they would show
-    in 4 of 5 cases. Both are None in results of the comparison of two samples that was made before.
+    There are `samples` texts of `positions` tokens, behind `prompts`. `p_value`: chance of tokens that differ at least
+    as much, if they follow that distribution (`measure.prove`). `drafted`: tokens that a draft was judged for;
+    `detectable`: the shift towards what drafts favour that they would show in 4 of 5 cases. Both are None in results of
+    an earlier test, which compared two samples.
     """
 
     prompts: int

@@ -145,12 +145,12 @@ class Pieces:
             if fidelity is not None:
                 measured = measure_fidelity(halves.original, lm, halves.target.tokenizer, fidelity, self.progress)[0]
                 harm = {"kl": measured.kl.value, "kl_ci": measured.kl.ci, "top1": measured.top1_agreement.value}
-            return harm | {"law": distributions(answer_logits(lm, text), self.sampling)}
+            return harm | {"distributions": distributions(answer_logits(lm, text), self.sampling)}
 
         settings = [self.setting([name]), fidelity and fidelity.model_dump(mode="json"), text, asdict(self.sampling)]
         kept = self.kept.value("target", settings, make)
         ci, ttft = kept["kl_ci"] and tuple(kept["kl_ci"]), max(self._prompt_seconds(name, text))
-        return TargetPiece(passes, kept["kl"], ci, kept["top1"], ttft, kept["law"])
+        return TargetPiece(passes, kept["kl"], ci, kept["top1"], ttft, kept["distributions"])
 
     def draft(self, name: str, passes: Passes) -> DraftPiece:
         """Distributions of a draft, and its prompts or calls; passes: of a draft with weights."""

@@ -107,13 +107,13 @@ def distributions(logits: Iterable[Tensor], sampling: Sampling) -> Json:
 
     Where requests are sampled also its `MASS_KEPT` likeliest tokens with their probabilities under `sampling`.
     """
-    kept: Json = {"top": [], "laws": []}
+    kept: Json = {"top": [], "probs": []}
     for logits_TV in logits:
         kept["top"].append(logits_TV.argmax(-1).tolist())
         if not sampling.greedy:
             top = sampling.probs(logits_TV).topk(min(MASS_KEPT, logits_TV.shape[-1]))
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            kept["laws"].append([dict(zip(map(str, ids), mass, strict=True)) for ids, mass in pairs])
+            kept["probs"].append([dict(zip(map(str, ids), mass, strict=True)) for ids, mass in pairs])
     return kept
 
 

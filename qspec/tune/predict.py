@@ -184,8 +184,8 @@ class SeparableModel:
             runs = piece.runs.get(target) or piece.runs[""]
             for drafted_T, runs_T in zip(runs["drafted"], runs["runs"], strict=True):
                 yield walk(drafted_T, runs_T, gamma), len(runs_T) - 1
-        elif ours["laws"]:
-            for p_T, q_T in zip(ours["laws"], piece.distributions["laws"], strict=True):
+        elif ours["probs"]:
+            for p_T, q_T in zip(ours["probs"], piece.distributions["probs"], strict=True):
                 yield expected_walk([overlap(p, q) for p, q in zip(p_T, q_T, strict=True)], gamma), len(p_T) - 1
         else:
             for a_T, b_T in zip(ours["top"], piece.distributions["top"], strict=True):

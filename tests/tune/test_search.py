@@ -97,8 +97,8 @@ def toy(agrees: list[bool]) -> SeparableModel:
 
     A round of d drafts costs 0.1 + d / 10, and the draft 0.2 d beside.
     """
-    law = {"top": [[1] * len(agrees)], "laws": []}
-    says = {"top": [[int(a) for a in agrees]], "laws": []}
+    law = {"top": [[1] * len(agrees)], "probs": []}
+    says = {"top": [[int(a) for a in agrees]], "probs": []}
     verify = {1: {r: (10.0 + r, 0.0) for r in range(1, 6)}, 8: {r: (80.0 * r, 0.0) for r in range(1, 6)}}
     passes = {1: {1: (2.0, 0.0), 2: (3.0, 0.0)}, 8: {1: (16.0, 0.0), 2: (24.0, 0.0)}}
     rounds = Rounds({d: 0.1 + d / 10 for d in range(7)}, {d: 0.2 * d for d in range(7)})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def target_probs(logits_TV: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Law of the next token, `[T, V]` in the logits' dtype; temperature 0 is one-hot at the first arg-max.
+    """Distribution of the next token, `[T, V]` in the logits' dtype; temperature 0 is one-hot at the first arg-max.
 
     `top_k` 0 and `top_p` 1 keep everything. `top_p` keeps the fewest most likely tokens whose mass reaches it.
     """

@@ -105,7 +105,7 @@ def acceptance(tokens_K: Tensor, q_KV: Tensor | None, p_KV: Tensor) -> Tensor:
 
 
 def next_probs(accepted_1: Tensor, tokens_K: Tensor, q_KV: Tensor | None, p_K1V: Tensor) -> Tensor:
-    """Law `[1, V]` of the token behind `accepted` draft tokens, not normalised.
+    """Distribution `[1, V]` of the token behind `accepted` draft tokens, not normalised.
 
     `max(0, p - q)` behind a rejection, `p` behind a whole draft. Where rounding leaves nothing of the difference,
     p = q up to rounding, and p itself is the distribution.

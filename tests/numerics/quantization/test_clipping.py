@@ -49,7 +49,7 @@ def test_mse_finds_a_better_clip() -> None:
     w_NK = normal(8, 1024)
     plain = block_error(quantize_weight(w_NK, INT4, PerChannel()), w_NK)
     searched = block_error(quantize_weight(w_NK, INT4, PerChannel(), clip=MSE), w_NK)
-    # The best INT4 step for a normal law is 0.335 sigma (mean squared error 0.0115); the maximum of 1024 draws
+    # The best INT4 step for a normal distribution is 0.335 sigma (mean squared error 0.0115); the maximum of 1024 draws
     # is above 3 sigma, a step of 0.43 or more. A quarter off is a safe margin below the expected third.
     assert (searched < 0.75 * plain).all()
 
