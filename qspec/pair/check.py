@@ -69,8 +69,8 @@ def read_pair(pair: Path, whole: bool = False) -> PairContent:
     """A pair from its folder: the one way in, for whoever checks, runs, serves or looks at it.
 
     Takes bounded time and memory, whatever the files say: sizes are compared with the manifest before a file is opened,
-    texts are tried out in a process with limits, shapes are read before numbers. Codes are not looked at, nor is what
-    files of the halves hold compared with its digests unless `whole`. Raises `IntegrityError` for what cannot be run.
+    texts are tried out in a process with limits, shapes are read before numbers. Codes are not read, and the halves'
+    files are compared with their digests only if `whole`. Raises `IntegrityError` for what cannot be run.
     """
     manifest = read_manifest(pair)
     recipe = recipe_of(manifest)
@@ -107,7 +107,7 @@ def _of_half(name: str) -> Iterator[None]:
 
 
 def recipe_of(manifest: Manifest) -> Recipe:
-    """The recipe, if it is one and tells of the halves that the manifest lists; raises `IntegrityError`."""
+    """The manifest's recipe; raises `IntegrityError` unless it is valid and describes the halves in the manifest."""
     recipe = validate(Recipe, manifest.recipe, f"{NAME}: recipe", IntegrityError)
     if recipe.name != manifest.name:
         raise IntegrityError(f"{NAME}: name {short(manifest.name)}", f"but the recipe's is {recipe.name!r}", _FETCH)
@@ -129,10 +129,10 @@ def read_manifest(pair: Path) -> Manifest:
 
 
 def _check_files(pair: Path, listed: Mapping[str, FileEntry], whole: bool) -> None:
-    """Files are those that are listed, and as large; of the halves alone, unless `whole`: then by digest, too."""
+    """Compare names and sizes of the halves' files with the list; with `whole` those of all files, and digests."""
     sizes = {name: size for name, size in _sizes(pair).items() if whole or _in_half(name)}
     for name in sorted(sizes.keys() - listed.keys() - {NAME, *BESIDE}):
-        if name.startswith(f"{REPORT}/"):  # one that another took the place of, or whose writer was killed
+        if name.startswith(f"{REPORT}/"):  # a replaced report, or one that a killed process left
             continue
         raise IntegrityError(name, f"is not listed in {NAME}", "remove it from the pair")
     for name, entry in listed.items():
@@ -224,7 +224,7 @@ _DECIDES = ("--kv-cache-dtype", "--speculative-config", "--quantization", "--dty
 Subject = Literal["target", "draft", "pair"]
 """Subject of a measurement: the target alone, the draft's distributions beside the target's, or both halves at work."""
 _ORIGIN = {"model", "revision", "base_model", "training"}
-"""Fields that say what a half was made from, and how: its files are what was measured."""
+"""Fields about the origin of a half; a measurement is of its files, wherever they came from."""
 
 
 def provenance(manifest: Manifest, recipe: Recipe, of: Subject, **facts: str) -> Provenance:
@@ -283,7 +283,7 @@ def measured(pair: Path, manifest: Manifest) -> Results | None:
 
 
 def _differing(noted: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Settings that are not as they were noted."""
+    """Settings that differ from those noted with a measurement."""
     different: list[str] = []
     for key in sorted(noted):
         one, other = noted[key], now.get(key)

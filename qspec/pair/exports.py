@@ -32,7 +32,7 @@ def exports(recipe: Recipe, sheet: DeviceSheet, arch: ArchMap | None = None) -> 
 
 
 def as_made(recipe: Recipe, target: QuantizedModel, draft: QuantizedModel | None) -> Recipe:
-    """The recipe with the KV caches that measurements gave its halves, in place of what it left open."""
+    """The recipe with the measured KV choices of its halves in place of those that it left open."""
     halves: dict[str, ModelSpec | DraftSpec] = {"target": recipe.target, "draft": recipe.draft}
     models = {"target": target, "draft": draft}
     made = {

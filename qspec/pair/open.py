@@ -131,8 +131,8 @@ class LoadedPair:
 
         Each has a drafter, a policy and a seed (`seed` + its number) of its own, so answers are those of one by one
         where rows are computed as if alone; policies that learn keep it for the next batch of as many prompts.
-        `draft_length.by_batch` caps drafts by how many go on. `on_text` is told the prompt's number too, from one other
-        thread. Completions have no `stats`: a batch has no plain step to compare with.
+        `draft_length.by_batch` caps drafts by the number of requests that still run. `on_text` is told the prompt's
+        number too, from one other thread. Completions have no `stats`: a batch has no plain step to compare with.
         Raises `RecipeError` for a target that serves one request at a time.
         """
         _check_seed(seed)
@@ -173,7 +173,7 @@ class LoadedPair:
         return _drafter(self.recipe, self.model, self.draft.fork())
 
     def _sampling(self, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
-        """The recipe's, where nothing else is asked for."""
+        """Sampling of a request, by the recipe's settings where it gives none."""
         speculation = self.recipe.speculation
         return Sampling(
             speculation.temperature if temperature is None else temperature,
@@ -182,9 +182,9 @@ class LoadedPair:
         )
 
     def _plain_step_seconds(self, prompt: list[int]) -> float:
-        """Median time of one plain decoding step: at the present context length, on a GPU behind the prompt.
+        """Median time of one plain decoding step: at the present context length, but on a GPU right after the prompt.
 
-        There a plain answer runs in the loop, without the host, which one pass more from here would not show.
+        On a GPU a plain answer runs in a loop without the host; one further pass from here would not show that time.
         """
         if isinstance(self.target, CudaDecoder):
             plain = engine.generate(self.target, None, None, prompt, _TIMED_TOKENS, Sampling(), (), torch.Generator())

@@ -48,10 +48,9 @@ def package(
 ) -> Path:
     """Write `out/pair` and return it; it appears whole and verified, or not at all.
 
-    `draft` None is a draft without weights (n-gram), or a speculator's: `head`, which is stored in INT8. warnings: of
-    the plan, for whoever gets the pair. Raises
-    `PairError` for halves that do not fit together, before anything is written, and `OutputError` for a folder that
-    cannot take them.
+    `draft` None: a draft without weights (n-gram), or a speculator with a `head`, which is stored in INT8. warnings: of
+    the plan, for whoever gets the pair. Raises `PairError` for halves that do not fit together, before anything is
+    written, and `OutputError` for a folder that cannot take them.
     """
     pair = out / "pair"
     halves = {TARGET: target} if draft is None else {TARGET: target, DRAFT: draft}
@@ -228,7 +227,7 @@ def _measurements(node: Any, manifest: Manifest) -> Iterator[dict[str, Any]]:
 
 
 def _speaks_of(part: Mapping[str, Any], manifest: Manifest) -> bool:
-    """Whether part of the results is of the pair as it is now, as far as it says what it is of."""
+    """Whether a part of the results was measured on the pair as it is now, as far as its provenance says."""
     noted = part.get("provenance")
     return noted is None or not changes(Provenance.model_validate(noted), manifest)
 

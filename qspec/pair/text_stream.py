@@ -10,12 +10,12 @@ _UNFINISHED = "\ufffd"
 class TextStream:
     """Turns tokens into text, holding back characters whose bytes are not all there.
 
-    decode: tokens to text, of which more tokens change nothing but an unfinished last character. worker: of one thread,
-    so that pieces keep their order. on_text: told each new piece, from that thread; what it raises is raised by the
-    next `add`, or by `finish`. Without it nothing is decoded before the end.
+    decode: tokens to text; further tokens change at most an unfinished last character. worker: of one thread, so that
+    pieces keep their order. on_text: told each new piece, from that thread; what it raises is raised by the next `add`,
+    or by `finish`. Without it nothing is decoded before the end.
 
-    A piece is what its tokens add to those of the piece before it: a decoder may treat the first token that it gets
-    otherwise than the others (a dropped space), and nothing older is decoded again.
+    Each piece is decoded behind the tokens of the piece before, and the text of those is cut off: a decoder may treat
+    its first token differently (drop a space), and nothing older is decoded again.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TextStream:
         self._pending.append(self._worker.submit(self._show, len(self._tokens)))
 
     def finish(self) -> str:
-        """All of the text, after its last piece was told."""
+        """The whole text, once `on_text` has its last piece."""
         while self._pending:
             self._pending.popleft().result()
         text = self._decode(self._tokens)

@@ -1,7 +1,7 @@
-"""A pair that answers whoever asks: requests join the running batch between steps and leave it when they are done.
+"""A pair behind a queue: requests join the running batch between steps and leave it when they are done.
 
-One thread runs the engine. Each place in the batch has a sequence of the target, a drafter and a policy, which go on to
-the next request: what a suffix memory holds and a policy has learned stays there.
+One thread runs the engine. Each place in the batch has a sequence of the target, a drafter and a policy, which serve
+one request after the other, so that a suffix memory and all that a policy has learned outlive a request.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Failed(Exception):
 
 
 class Stopped(Failed):
-    """Nobody answers any more."""
+    """The scheduler was closed before the answer was complete."""
 
     def __init__(self) -> None:
         Exception.__init__(self, "the server was stopped")
@@ -70,11 +70,11 @@ class Until:
 
 @dataclass
 class ServedRequest:
-    """A request and what became of it: iterate over its text as it comes; then `reason` and `count` are known.
+    """A request and its answer: iterate over the text as it comes; then `reason` and `count` are known.
 
-    loop: where it is iterated over; the engine's thread puts the pieces. seed: as for `randomness`. ends: token ids
-    that end it. count: of its tokens, none behind a stop string; drafted, accepted: of its drafts. unwanted: nobody
-    waits for it any more.
+    loop: the event loop that iterates; the engine's thread puts the pieces there. seed: as for `randomness`. ends:
+    token ids that end the answer. count: its tokens, without those behind a stop string; drafted, accepted: its draft
+    tokens. unwanted: the client has gone.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -99,11 +99,11 @@ class ServedRequest:
         self.put(error if isinstance(error, Stopped) else Failed(error))
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Mark as unwanted: the client has gone."""
         self.unwanted = True
 
     def put(self, piece: str | Exception | None) -> None:
-        """More of its text, what ended it, or None: that was all."""
+        """Hand over a piece of text, the error that ended the answer, or None at its end."""
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self.loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
@@ -125,7 +125,7 @@ class _Place:
 
 @dataclass
 class _Going:
-    """A request that goes on."""
+    """A running request, in its place."""
 
     answer: ServedRequest
     until: Until
@@ -158,9 +158,9 @@ class Totals:
 
 
 class Scheduler:
-    """Runs a pair for at most `at_once` requests together; others wait. A context manager: it answers within.
+    """Runs a pair for at most `at_once` requests together; others wait. It answers while its context is entered.
 
-    reader: the one thread that tokenizes, beside the engine's; fast tokenizers refuse to be used by two.
+    reader: the one thread that tokenizes for the server. Fast tokenizers refuse to be used by two threads at once.
     """
 
     def __init__(self, pair: LoadedPair, at_once: int = 8, speculative: bool = True) -> None:
@@ -196,7 +196,7 @@ class Scheduler:
     def ask(self, answer: ServedRequest) -> ServedRequest:
         """Queue a request. Raises `RecipeError` for a prompt that cannot be continued, and `Stopped`."""
         check_prompt(answer.prompt, self.pair.target.max_length, self.pair.target.vocab_size)
-        with self._closing:  # what is queued before the end is told of it
+        with self._closing:  # whatever is queued before the end gets `Stopped`
             if self._closed:
                 raise Stopped
             self.waiting.put(answer)
@@ -217,7 +217,7 @@ class Scheduler:
                 answer.fail(Stopped())
 
     def _admit(self, worker: Executor) -> bool:
-        """Let requests in while there is room; waits while nothing goes on. False: it is over."""
+        """Admit queued requests while there is room, and wait while none runs; False: the scheduler is closed."""
         while not self._closed and len(self._going) < self.at_once:
             try:
                 answer = self.waiting.get(block=not self._going)
@@ -284,7 +284,7 @@ class Scheduler:
         answer.put(None)
 
     def _drop(self, number: int, error: Exception) -> None:
-        """End a request at which something failed; its place goes too, since nobody knows what state that is in."""
+        """End a request that failed, and drop its place, the state of which is unknown."""
         self._places.pop(number, None)
         if number in self._batch:
             self._batch.leave(number)

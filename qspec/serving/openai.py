@@ -21,7 +21,7 @@ MOST_MESSAGE = 600
 
 
 def most_bytes(scheduler: Scheduler) -> int:
-    """Longest body that is read: what has more cannot be a prompt that fits, by several times."""
+    """Longest body that is read: several times what a prompt that fits can take."""
     return OVERHEAD + BYTES_A_TOKEN * scheduler.pair.target.max_length
 
 
@@ -35,9 +35,9 @@ def read(path: str, body: bytes) -> TextRequest:
 
 
 def answer_to(scheduler: Scheduler, request: TextRequest, loop: asyncio.AbstractEventLoop) -> ServedRequest:
-    """A request as the engine takes it, queued. loop: where the answer is read. Tokenizes: one thread at a time.
+    """Tokenize a request and queue it for the engine. Call it on one thread at a time. loop: where the answer is read.
 
-    Raises `QspecError` for what has no answer.
+    Raises `QspecError` for a request that cannot be answered.
     """
     pair = scheduler.pair
     prompt, most = _prompt(scheduler, request), request.max_tokens
@@ -68,7 +68,7 @@ def _prompt(scheduler: Scheduler, request: TextRequest) -> list[int]:
 
 @dataclass(frozen=True)
 class Reply:
-    """How an answer is written down, whole or in events."""
+    """An answer in OpenAI's form, whole or in events."""
 
     chat: bool
     model: str
@@ -127,7 +127,7 @@ def models(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def metrics(scheduler: Scheduler) -> str:
-    """Totals in Prometheus' text format; those of drafts count what vLLM's of the same names count."""
+    """Totals in Prometheus' text format; counters of drafts have vLLM's names and count the same."""
     counts = scheduler.counts
     gauges = {"num_requests_running": scheduler.running, "num_requests_waiting": scheduler.waiting.qsize()}
     totals = {

@@ -1,7 +1,7 @@
-"""A pair behind an OpenAI-style address, on qspec's own engine: what vLLM does not run of it, it runs.
+"""A pair behind an OpenAI-style address, on qspec's own engine, which also runs what vLLM does not.
 
-starlette and uvicorn speak HTTP. Clients are limited in their number, the length of what they ask, and the time that
-they take for it; what takes long here, JSON and tokenizing, is done beside the event loop.
+starlette and uvicorn speak HTTP. Clients are limited in number, in the length of a request, and in the time to send
+one; slow work (JSON, tokenizing) is done beside the event loop.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ PROMETHEUS = "text/plain; version=0.0.4"
 
 
 class Server(uvicorn.Server):
-    """Listens from the beginning, so that an address that is taken is told before a model is loaded."""
+    """Listens from the beginning, so that an address in use is refused before a model is loaded."""
 
     scheduler: Scheduler
 
@@ -72,18 +72,18 @@ class Server(uvicorn.Server):
         return int(self.socket.getsockname()[1])
 
     def serve_forever(self) -> None:
-        """Until `should_exit`, SIGINT or SIGTERM; what the signal did before is done at the end."""
+        """Serve until `should_exit`, SIGINT or SIGTERM; a signal's previous handler runs at the end."""
         self.run([self.socket])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End all answers, so that whoever waits is told, then all connections."""
+        """End all answers, so that waiting clients get an error, then all connections."""
         await asyncio.to_thread(self.scheduler.close)
         await super().shutdown(sockets)
 
 
 @contextmanager
 def serving_own(pair: Path, host: str, port: int, at_once: int = 8, speculative: bool = True) -> Iterator[Server]:
-    """A server that is ready to `serve_forever`, of a pair that is intact; its engine runs within."""
+    """A server of an intact pair, ready to `serve_forever`; its engine runs inside the block."""
     server = Server(host, port)
     with server.socket:
         check(pair)
@@ -92,7 +92,7 @@ def serving_own(pair: Path, host: str, port: int, at_once: int = 8, speculative:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1, for a limited number of clients that do not take their time."""
+    """uvicorn's HTTP/1.1 for a limited number of clients, who must send a request in a limited time."""
 
     _limit: asyncio.TimerHandle | None = None
 
@@ -111,7 +111,7 @@ class _Protocol(H11Protocol):
         self._watch(False)
 
     def _watch(self, waiting: bool) -> None:
-        """Hang up in a while, if a request is still not whole then."""
+        """Hang up later, if the request is still incomplete then."""
         if waiting and self._limit is None:
             self._limit = self.loop.call_later(PATIENCE, self.transport.abort)
         elif not waiting and self._limit is not None:
@@ -120,7 +120,7 @@ class _Protocol(H11Protocol):
 
 
 def _strict(app: ASGIApp) -> ASGIApp:
-    """Refuses bodies of two lengths, of which a proxy may believe the other; takes addresses as proxies write them."""
+    """Refuse a body with two stated lengths: a proxy may believe the other one. Accept whole URLs, as proxies send."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         inner, names = app, {name for name, _ in scope["headers"]}
@@ -164,7 +164,7 @@ async def _answer(scheduler: Scheduler, request: Request) -> Response:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """The body. A longer one is refused behind its end, since most clients read no reply before."""
+    """The body. One that is too long is refused after its end, since most clients read no reply earlier."""
     body = bytearray()
     async for part in request.stream():
         if len(body) <= most:
@@ -175,7 +175,7 @@ async def _body(request: Request, most: int) -> bytes:
 
 
 async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work. Raises `ClientDisconnect`, and ends it, where whoever asked hangs up before."""
+    """The result of some work; ends it and raises `ClientDisconnect` if the client hangs up first."""
     task = asyncio.create_task(work)
     while not (await asyncio.wait([task], timeout=0.1))[0]:
         if await request.is_disconnected():

@@ -1,4 +1,4 @@
-"""How a pair is served by vLLM: arguments that say everything aloud, for a pair that is intact and that it can run."""
+"""vLLM as the server of a pair: explicit arguments, for an intact pair that vLLM can run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ SEQUENCES = 8
 _BLOCK = 256
 """Tokens by which vLLM may round a sequence's cache up, both halves."""
 _CACHE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization")
-"""Any of them says how much memory its cache takes."""
+"""Arguments that set the memory of vLLM's cache."""
 NEUTRAL = ("--generation-config", "vllm")
 """For measuring: stop tokens are the model's, but its sampling defaults (penalties, lengths) change no answers."""
 
@@ -87,10 +87,11 @@ def serving(pair: Path, *, draft: bool = True, more: Sequence[str] = ()) -> Serv
 
 
 def cpu_cache(halves: Sequence[tuple[ArchMap, KVScheme | None]], length: int, more: Sequence[str]) -> list[str]:
-    """How much KV vLLM keeps on a CPU, if neither the caller nor the environment says it.
+    """Bytes of KV cache for vLLM on a CPU, unless the caller or the environment sets them.
 
-    By itself it takes 92 % of the machine's memory, and does not start where that is not free. Here it is room for some
-    sequences of `length` tokens in half of what is left, and for one in any case, without which it refuses.
+    vLLM's own default is 92 % of the machine's memory, and it does not start where less is free. These bytes are room
+    for some sequences of `length` tokens within half of the free memory, and for one in any case, the least that vLLM
+    starts with.
     """
     given = {argument.partition("=")[0].replace("_", "-") for argument in more}
     if given & {*_CACHE} or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
@@ -135,7 +136,7 @@ def _int8_inputs(half: QuantizedModel) -> bool:
 
 
 def _sums_in_16_bits(instruction_sets: str) -> bool:
-    """Whether oneDNN adds pairs of INT8 products so: sums come out 2 to 3 % off (`scripts/vllm/int8.py`)."""
+    """Whether oneDNN adds pairs of INT8 products in 16 bits: sums come out 2 to 3 % off (`scripts/vllm/int8.py`)."""
     return "avx2" in instruction_sets.split() and not any(name in instruction_sets for name in ("vnni", "amx"))
 
 

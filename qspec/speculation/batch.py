@@ -37,11 +37,11 @@ def generate_batch(
 ) -> list[Generation]:
     """Continue all prompts together, each on a fork of `target`; results in their order.
 
-    Tokens are bit for bit those of `engine.generate` where rows are computed as if alone (`attention.EXACT_ROWS`).
-    A request leaves the batch when it is finished; prompts are read one after the other. schedule: most drafts by the
-    number of requests that go on. on_tokens: called with a request's number and its tokens as they are committed.
-    A step's seconds are shared out (a pass's by `PassShares`), so the steps of all requests add up to wall-clock time.
-    Raises `RecipeError` as `engine.generate` does, and whatever fails at one of the requests.
+    Tokens are bit for bit those of `engine.generate` where rows are computed as if alone (`attention.EXACT_ROWS`). A
+    request leaves the batch when it is finished; prompts are read one after the other. schedule: the most drafts, by
+    the number of requests that still run. on_tokens: called with a request's number and its tokens as they are
+    committed. A step's seconds are shared out (a pass's by `PassShares`), so the steps of all requests add up to
+    wall-clock time. Raises `RecipeError` as `engine.generate` does, and whatever fails at one of the requests.
     """
     for prompt in prompts:
         check_prompt(prompt.tokens, target.max_length, target.vocab_size)
@@ -66,9 +66,9 @@ def generate_batch(
 
 
 class Batch:
-    """Requests that go on together, by numbers of the caller's; between steps some may join and others leave.
+    """Requests that run together, each under a number of the caller's; between steps some join and others leave.
 
-    schedule: most drafts by how many there are.
+    schedule: the most drafts, by the number of requests.
     """
 
     def __init__(self, schedule: Schedule = ()) -> None:
@@ -86,20 +86,20 @@ class Batch:
     def join(
         self, number: int, target: BatchLM, prompt: GenerationRequest, sampling: Sampling, eos_ids: Collection[int]
     ) -> None:
-        """A request on `target`, a sequence of its own; `read` comes before its first step."""
+        """Add a request, on a sequence `target` of its own; call `read` before its first step."""
         request = _request(target, prompt, self._schedule, lambda: len(self._active), sampling, eos_ids)
         self._active[number], self._targets[number] = request, target
 
     @torch.no_grad()
     def read(self, number: int, domain: str = "") -> list[int]:
-        """Read a request's prompt; its first token."""
+        """Read a request's prompt and return its first token."""
         return self._active[number].prefill(domain)
 
     @torch.no_grad()
     def step(self, emit: Callable[[int, list[int]], None]) -> dict[int, Exception]:
-        """One pass of the target for all, none of them finished; `emit` is told the tokens of each by its number.
+        """Advance all requests, none of them finished, by one pass of the target; `emit` gets numbers and their tokens.
 
-        Returns what failed, by the numbers of the requests at which it did: these cannot go on and are to `leave`.
+        Returns the failures by request number. A request that failed cannot go on: call `leave` for it.
         """
         return _step(self._active, self._targets, self._shares, emit)
 
@@ -107,7 +107,7 @@ class Batch:
         return [number for number, request in self._active.items() if request.stopped() is not None]
 
     def leave(self, number: int) -> Request:
-        """The request, finished or not; its target is free again."""
+        """Take a request out, finished or not; its target is free again."""
         del self._targets[number]
         return self._active.pop(number)
 
@@ -127,18 +127,18 @@ def _request(
 
 
 class PassShares:
-    """Splits passes over the rows of several requests: what drafts add is theirs who drafted, the rest is everyone's.
+    """Splits a pass's seconds among its requests: each pays for the rows of its own drafts, and all share the rest.
 
-    Shared out evenly, a draft would cost its request one n-th of what it costs the batch, and each would draft at the
-    others' expense. What a row adds is the slope of a line through recent passes: at least nothing, at most the mean of
-    a pass's rows; nothing before passes differ in rows.
+    An even split would charge a request one n-th of what its draft costs the batch, so that each would draft at the
+    others' expense. The price of a row is the slope of a line through recent passes: not below 0, not above the mean
+    price of a row, and 0 until passes differ in rows.
     """
 
     def __init__(self) -> None:
         self._passes: deque[tuple[int, float]] = deque(maxlen=RECENT)
 
     def of(self, seconds: float, rows: Sequence[int]) -> list[float]:
-        """Seconds of each request, by its rows in a pass; they add up."""
+        """Seconds of each request, by its rows in a pass; their sum is the pass's."""
         total, requests = sum(rows), len(rows)
         self._passes.append((total, seconds))
         row = min(max(0.0, self._slope()), seconds / total)
@@ -159,7 +159,7 @@ def _step(
     shares: PassShares,
     emit: Callable[[int, list[int]], None],
 ) -> dict[int, Exception]:
-    """One pass for all requests that go on; what failed at some, by number."""
+    """One pass for all requests that run; returns errors by request number."""
     begin, faults = perf_counter(), dict[int, Exception]()
     lengths = {i: fork.length for i, fork in forks.items()}
 
@@ -168,7 +168,7 @@ def _step(
 
     def passed(numbers: Sequence[int]) -> list[Callable[[], Verdict]]:
         for i in numbers:
-            forks[i].truncate(lengths[i])  # to where it was before a pass of all that failed
+            forks[i].truncate(lengths[i])  # undo what a failed pass of all has added
         return _pass([active[i] for i in numbers], [proposals[i] for i in numbers], [forks[i] for i in numbers])
 
     def committed(i: int) -> tuple[int, int]:
@@ -194,7 +194,7 @@ def _step(
 def _together(
     call: Callable[[Sequence[int]], Sequence[T]], numbers: Sequence[int], faults: dict[int, Exception]
 ) -> dict[int, T]:
-    """A call for all requests at once, or, where it fails, for each alone: only those fail that fail alone."""
+    """Call once for all requests and, if that fails, once for each, so that a fault hits its own request only."""
     try:
         return dict(zip(numbers, call(numbers) if numbers else (), strict=True))
     except Exception as error:  # noqa: BLE001 (whoever caused it fails again)
@@ -205,7 +205,7 @@ def _together(
 
 
 def _each(call: Callable[[int], T], numbers: Iterable[int], faults: dict[int, Exception]) -> dict[int, T]:
-    """A call for each request; what it raises is noted as that one's fault."""
+    """Call for each request, and note what it raises as that request's fault."""
     results: dict[int, T] = {}
     for i in numbers:
         try:

@@ -1,7 +1,7 @@
 """Requests whose whole loop runs on a device (`nn.cuda.loop`): the host admits them, and reads every few steps.
 
-`engine.generate` and `batch.generate_batch` ask `on_device` first, so this is what every verb runs on a GPU, but for
-what `obstacle` names: that goes on step by step on the host, over the same engine for CUDA.
+`engine.generate` and `batch.generate_batch` try `on_device` first, so every verb runs this loop on a GPU. Requests that
+have an `obstacle` are stepped by the host instead, on the same CUDA engine.
 """
 
 from collections import deque
@@ -42,8 +42,8 @@ def on_device(
 ) -> list[Generation] | None:
     """Generations as of `batch.generate_batch`, by the loop of a target on a device; None where the host has to step.
 
-    on_tokens: called every few steps. fork: whether each prompt has a fork of `target`; else it has `target` itself,
-    which is left behind all tokens but the newest, as by `engine.generate`.
+    on_tokens: called every few steps. fork: give each prompt a fork of `target`; otherwise a single prompt runs on
+    `target` itself, which ends behind all tokens but the newest, as after `engine.generate`.
     """
     if not isinstance(target, CudaDecoder) or not prompts:
         return None
@@ -178,7 +178,9 @@ def _admitted(loop: CudaLoop, slot: int, number: int, prompt: GenerationRequest,
 
 
 def _uniforms(loop: CudaLoop, prompt: GenerationRequest, count: int) -> Tensor:
-    """Numbers of a request's own, none where the loop draws none. Raises `RecipeError` for a text that repeats."""
+    """Uniform numbers from the request's own generator; empty where the loop draws none. Raises `RecipeError` for a
+    text that repeats.
+    """
     if not loop.rule.draws:
         return torch.empty(0, dtype=torch.float64)
     if isinstance(prompt.generator, torch.Generator):
@@ -188,7 +190,7 @@ def _uniforms(loop: CudaLoop, prompt: GenerationRequest, count: int) -> Tensor:
 
 
 def _interval(loop: CudaLoop, going: dict[int, _Running], drafts: int, emit: Callable[[int, list[int]], None]) -> None:
-    """Steps up to the next reading."""
+    """Steps until the host reads again."""
     batch = max(going) + 1
     loop.capture(drafts, batch)
     begin = perf_counter()

@@ -1,7 +1,7 @@
 """The speculative loop: draft, verify all drafts in one target pass, commit the accepted ones, roll the rest back.
 
 A step costs one target pass over K + 1 rows, K drafts in a chain or a tree; of a chain it reads one result on the host.
-`batch` runs several requests so. What `device` takes, here and there, runs on a GPU without the host.
+`batch` does the same for several requests. Requests that `device` takes, here and there, run on a GPU without the host.
 """
 
 from collections.abc import Callable, Collection

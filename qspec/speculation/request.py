@@ -50,7 +50,7 @@ class GenerationRequest:
 
 @dataclass
 class Request:
-    """`context`: prompt and committed tokens, at most `end` of them."""
+    """A request on its way. `context`: prompt and committed tokens, at most `end` of them."""
 
     target: LM
     drafter: Drafter | None
@@ -93,7 +93,7 @@ class Request:
         return self.drafter, Ask(self.context, k, self.sampling, self.generator, self.policy.judge())
 
     def fitted(self, proposal: Proposal, k: int) -> Proposal:
-        """As many nodes of a proposal, at most `k` deep, as there is room for."""
+        """A proposal cut to depth `k`, and to as many nodes as there is room for."""
         assert _depth(proposal) <= k, "a drafter proposed more than it was asked for"
         return proposal if proposal.is_chain else _first_nodes(proposal, self._room)
 
@@ -119,7 +119,7 @@ class Request:
         return _verdict(proposal, *_sampled(proposal, probs_K1V, uniforms_K1))
 
     def verify_best(self, proposal: Proposal, best_K1: Tensor) -> Verdict:
-        """`verify` where each row has one token that may be accepted: of greedy decoding its arg-max."""
+        """`verify` for rows of which a single token each may be accepted: under greedy decoding, the arg-max."""
         tokens_K = proposal.tokens_K.to(best_K1.device)
         if not proposal.is_chain:
             return _verdict(proposal, *verify_tree_best(tokens_K, proposal.parents, best_K1))
@@ -127,7 +127,9 @@ class Request:
         return _verdict(proposal, list(range(accepted)), token)
 
     def commit(self, proposal: Proposal, verdict: Verdict) -> tuple[int, list[int]]:
-        """Keep the accepted tokens up to a stop token, roll the rest back: drafts to be counted, committed tokens."""
+        """Keep accepted tokens up to a stop token, roll the rest back; returns how many drafts count, and the committed
+        tokens.
+        """
         draft, path = proposal.tokens_K.tolist(), verdict.accepted
         tokens = self._until_eos([*(draft[node] for node in path), verdict.next_token])
         if proposal.is_chain:
@@ -164,7 +166,7 @@ class Request:
 
 
 def drafts(requests: Sequence[Request]) -> list[Proposal]:
-    """Drafts of each request: all may be accepted within its end, and their rows fit into the target's cache."""
+    """Proposals of all requests, each cut so that it may be accepted whole and its rows fit into the target's cache."""
     asks = {i: ask for i, request in enumerate(requests) if (ask := request.ask()) is not None}
     proposals = dict(zip(asks, propose_together(list(asks.values())), strict=True))
     return [r.fitted(proposals[i], asks[i][1].k) if i in proposals else NOTHING for i, r in enumerate(requests)]
@@ -221,7 +223,7 @@ def _first_nodes(proposal: Proposal, count: int) -> Proposal:
 
 
 def propose_together(asks: Sequence[tuple[Drafter, Ask]]) -> list[Proposal]:
-    """The proposal of each drafter for its ask, as it would be alone."""
+    """The proposal of each drafter for its ask, as the drafter would make it alone."""
     groups: dict[Hashable, list[int]] = {}
     for i, (drafter, _) in enumerate(asks):
         key = (type(drafter), drafter.group()) if isinstance(drafter, BatchDrafter) else i

@@ -25,7 +25,7 @@ LONGEST = 16
 
 @dataclass(frozen=True)
 class Counts:
-    """Steps, and draft tokens that were open to be accepted and were."""
+    """Counts of steps, of draft tokens that could be accepted, and of those that were."""
 
     steps: int
     drafted: int

@@ -129,7 +129,7 @@ class Verdict:
 
 
 class More(Protocol):
-    """Question of a drafter before each token of a chain: whether to draft on."""
+    """The question that a drafter asks before each token of a chain: whether to draft on."""
 
     def __call__(self, confidence: float) -> bool:
         """Whether to draft one more token, of which the likeliest has this probability.
@@ -138,7 +138,7 @@ class More(Protocol):
         """
 
     def begins(self, name: str) -> int:
-        """Most tokens that this one of several drafters may draft, 0 for none: what is asked from here on, it asks."""
+        """Say which of several drafters asks from here on; returns the most tokens that it may draft, 0 for none."""
 
 
 class Drafter(Protocol):
@@ -174,9 +174,10 @@ class Ask(NamedTuple):
     more: More | None = None
 
     def draw(self, probs_1V: Tensor, ahead: int, size: int, ids: Tensor | slice) -> tuple[Tensor, Tensor | None]:
-        """A draft token `[1]`, `ahead` places behind the context's end, as a place in its distribution; and the latter.
+        """A draft token `[1]` for `ahead` places behind the context's end, as a place in its distribution, and that
+        distribution.
 
-        The distribution covers `ids` of a vocabulary of `size`. It is None where verification does not need it
+        The distribution covers `ids` of a vocabulary of `size`; None is returned where verification does not need it
         (`Repeatable`).
         """
         if isinstance(self.generator, Repeatable):
@@ -193,7 +194,9 @@ class BatchDrafter(Drafter, Protocol):
 
     @classmethod
     def propose_many(cls, drafters: Sequence[Self], asks: Sequence[Ask]) -> list[Proposal]:
-        """`propose` of each of a group, as it would answer alone; `seconds` are shares of the time that all took."""
+        """Proposals of a group of drafters, each as its own `propose` would give; `seconds` are shares of the common
+        time.
+        """
 
 
 @runtime_checkable
@@ -240,9 +243,9 @@ class StepRecord:
     """Accounting of one step: counts, and seconds spent drafting, verifying, and on everything else.
 
     Every step commits `accepted` + 1 tokens. A stop token inside the accepted run counts as the step's own next token,
-    and what was drafted from there on is not counted. Of a tree, `drafted` is the depth that was open to be accepted:
-    its own, or that of a branch that was accepted up to its end. `nodes`: every drafted token, stop token or not.
-    `source`: that of the proposal, of a drafter that has several.
+    and what was drafted from there on is not counted. For a tree, `drafted` is the depth that could be accepted: the
+    tree's own, or that of a branch that was accepted up to its end. `nodes`: every drafted token, stop token or not.
+    `source`: the proposal's, for a drafter that has several.
     """
 
     drafted: int

@@ -15,8 +15,8 @@ LOOKUP, MODEL = "lookup", "model"
 class CombinedDrafter:
     """Asks `lookup` first, and `model` where that drafts nothing: it found nothing, or `more` wanted nothing of it.
 
-    `more` may pass over each of them, or let it draft less. It never sees what would be drafted, so the output
-    distribution stays the target's. Proposals say their source: `lookup` or `model`.
+    `more` may skip either drafter, or shorten its draft. `more` never sees the tokens that would be drafted, so the
+    output distribution stays the target's. Proposals say their source: `lookup` or `model`.
     """
 
     def __init__(self, lookup: Drafter, model: Drafter) -> None:
@@ -27,7 +27,7 @@ class CombinedDrafter:
         return self._model
 
     def group(self) -> Hashable:
-        """All: whose models draft together is for these to say."""
+        """One group for all: the models' own groups decide which of them draft together."""
         return None
 
     def follow(self, target: LM) -> None:
@@ -74,5 +74,5 @@ class CombinedDrafter:
 
 
 def _allowed(ask: Ask, name: str) -> Ask:
-    """The same ask, for at most as many tokens as `more` lets the drafter draft."""
+    """The same ask, cut to the number of tokens that `more` allows the drafter."""
     return ask if ask.more is None else ask._replace(k=min(ask.k, ask.more.begins(name)))

@@ -16,7 +16,8 @@ from qspec.speculation.types import NOTHING, Ask, More, Proposal, Randomness, Sa
 
 
 class MlpDrafter:
-    """Drafts as many tokens as the head has stages, each of the state before and of the token chosen there.
+    """Drafts at most one token per stage of the head; a stage reads the state of the one before, and the token chosen
+    there.
 
     tokens: how many ids of the target are no padding (default: all); ids from there on are never drafted, nor are those
     outside of the head's draft vocabulary: the distributions of proposals have probability 0 there. eos_ids: nothing is

@@ -13,7 +13,9 @@ from qspec.nn.lm import LM, BatchLM
 from qspec.speculation.types import NOTHING, Ask, More, Proposal, Randomness, Sampling
 
 FEW = 16
-"""Tokens of a sequence that are read in one pass with others: of every row of it logits are made."""
+"""The most unread tokens with which a sequence joins a pass that others share: such a pass makes logits of all its
+rows.
+"""
 
 
 class ModelDrafter:
@@ -40,7 +42,7 @@ class ModelDrafter:
 
     @property
     def tokens(self) -> int:
-        """Ids that may be drafted: those below."""
+        """Ids below this bound may be drafted."""
         return self._tokens
 
     def group(self) -> Hashable:
@@ -56,8 +58,8 @@ class ModelDrafter:
     ) -> Proposal:
         """At most `k` tokens, as many as the draft's cache has room for, and their distributions (None: not needed).
 
-        `more` is told the largest probability of each token's distribution, if greedy of the draft's own at temperature
-        1. This reads every token on the host.
+        `more` gets the largest probability of each token's distribution (for greedy requests, of the draft's
+        distribution at temperature 1). This reads every token on the host.
         """
         return self.propose_many([self], [Ask(context, k, sampling, generator, more)])[0]
 
@@ -85,7 +87,9 @@ class ModelDrafter:
         return _Chain(self._lm, ask, k, *sizes, self._eos_ids, feed_T, k == 0, perf_counter() - start)
 
     def _missing(self, context: list[int]) -> Tensor:
-        """Roll the cache back to what it shares with `context`; the tokens behind that, at least the last."""
+        """Roll the cache back to the beginning that it shares with `context`; returns the tokens behind, at least the
+        last.
+        """
         limit = min(len(self._cached), len(context) - 1)
         common = next((i for i in range(limit) if self._cached[i] != context[i]), limit)
         self._lm.truncate(common)

@@ -27,9 +27,9 @@ class SuffixDrafter:
     running text go on in the draft, so text of period p is drafted beyond p tokens.
 
     across_requests: finished requests are remembered too, at most `memory_mb` (10^6 bytes) with the running one; those
-    that have not voted for longest are forgotten first. What a request said is known as far as drafts were asked for.
-    branches: continuations that are drafted at once, each with another first token, those of most votes; `more` is
-    asked about a single one only.
+    that have not voted for longest are forgotten first. A request is remembered up to the last context that a draft was
+    asked for. branches: continuations that are drafted at once, each with another first token, those of most votes;
+    `more` is asked about a single one only.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SuffixDrafter:
         generator: Randomness,
         more: More | None = None,
     ) -> Proposal:
-        """At most `k` tokens, certain (one-hot), which `more` is told the confidence of; none without a match."""
+        """At most `k` tokens, certain (one-hot), with a confidence each for `more`; none without a match."""
         start = perf_counter()
         self._follow(context)
         places = self._places()
@@ -136,7 +136,7 @@ class SuffixDrafter:
         return n
 
     def _walk(self, places: list[int], k: int, drafted: list[int], more: More | None = None) -> list[int]:
-        """At most `k` tokens, which begin with `drafted`."""
+        """`drafted`, continued to at most `k` tokens."""
         for n, token in enumerate(drafted):
             places = [place for place, voted in self._votes(places, drafted[:n]) if voted == token]
         while len(drafted) < k:

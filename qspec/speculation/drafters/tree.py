@@ -64,7 +64,9 @@ class TreeDrafter:
         self._cached, self._read = [], NO_TREE
 
     def _missing(self, context: list[int]) -> Tensor:
-        """Bring the cache to what it shares with `context`, accepted nodes too; the tokens behind it."""
+        """Bring the cache to the beginning that it shares with `context`, accepted nodes included; returns the tokens
+        behind.
+        """
         limit = min(len(self._cached), len(context) - 1)
         common = next((i for i in range(limit) if self._cached[i] != context[i]), limit)
         path = spelled(self._read, context[common:-1]) if common == len(self._cached) else []

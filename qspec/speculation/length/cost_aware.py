@@ -9,9 +9,9 @@ from qspec.speculation.length.history import History
 from qspec.speculation.types import More
 
 SHARE = 0.01
-"""Plain steps that drafters may lose for each step in which they are left alone: what another look may cost."""
+"""Plain steps that a drafter earns by each step in which it is left alone, to be lost by another look at it."""
 ALLOWANCE = 8.0
-"""Plain steps of gains that later losses may use up before a drafter is left alone; half is lent at first."""
+"""The most gains, in plain steps, that an account keeps against later losses; half of it is lent at first."""
 FIRST_PLAIN, PLAIN_EVERY = 3, 128
 """Plain steps before the first draft; steps with drafts after which a plain one is timed again."""
 DECAY = 0.96
@@ -23,7 +23,9 @@ WEIGHT = 4.0
 WINDOW = 9
 """Timings that a median is taken of."""
 HELD_UP = 2.0
-"""Times the expected seconds; what takes longer was held up: the machine slept or was busy with something else."""
+"""Factor of the expected seconds from which a step counts as held up: the machine slept, or was busy with something
+else.
+"""
 
 
 class CostAware:
@@ -199,7 +201,7 @@ class DrafterHistory:
         self.behind = 0
 
     def _time(self, tried: int, seconds: float) -> None:
-        """Take a request's first proposal, which reads the prompt too, for reading, the others for drafting."""
+        """Book seconds: a request's first proposal, which also reads the prompt, as reading, the others as drafting."""
         if self._first:
             self._unsplit = tried, seconds, self.behind
         else:
@@ -212,7 +214,9 @@ class DrafterHistory:
 
 
 class AcceptanceCounts:
-    """Decayed counts of tested tokens by confidence, drawn to `wider` ones, and these to the confidence itself."""
+    """Decayed counts of tested tokens by confidence. Few of them are pulled towards the `wider` counts, and few of
+    those towards the confidence itself.
+    """
 
     def __init__(self, wider: "AcceptanceCounts | None" = None) -> None:
         self._wider = wider
@@ -233,14 +237,14 @@ class AcceptanceCounts:
 
 
 class RowSeconds:
-    """Seconds that drafts add to a pass, by how many there are: `more`; means drawn to a line through all of them."""
+    """Seconds that drafts add to a pass, by their number (`more`): means, pulled towards a line through all of them."""
 
     def __init__(self, most: int) -> None:
         self._by_drafts, self._line = [Mean() for _ in range(most + 1)], Mean()
         self.more, self.known = [0.0] * (most + 1), False
 
     def add(self, drafts: int, seconds: float, plain: float) -> None:
-        """Take a pass's seconds, at most `HELD_UP` times what is expected; of the first, of a plain one."""
+        """Take a pass's seconds, cut at `HELD_UP` times the expected ones; nothing is expected of drafts at first."""
         more = max(0.0, min(seconds, HELD_UP * (plain + self.more[drafts])) - plain)
         self._line.add(more, drafts)
         for n, mean in enumerate(self._by_drafts):
@@ -298,7 +302,9 @@ class Account:
         return True
 
     def book(self, gain: float, invested: float, tokens: int, drafted: bool) -> None:
-        """Book a step that took `gain` plain steps less than its tokens alone would have; reading took `invested`."""
+        """Book a step that took `gain` plain steps less than its tokens would have taken without drafts; reading took
+        `invested`.
+        """
         self.balance = min(ALLOWANCE, self.balance + gain)
         self.invested, self.rest = self.invested + invested, 0.0
         self.looks = self.looks and not drafted and self.left > 0

@@ -79,7 +79,7 @@ class Confidence:
         return self._max if self._stating else self._k
 
     def most(self, name: str) -> int:
-        """Tokens that this one of several drafters may draft."""
+        """The most tokens that the named one of several drafters may draft."""
         return self._max if name in self._stating else self._k
 
     def judge(self) -> More:
@@ -153,7 +153,7 @@ class BatchLimited:
 
 
 def limit_at(schedule: Schedule, batch: int) -> int:
-    """Most draft tokens at a batch size: of the last range that begins at or below it."""
+    """The most draft tokens at a batch size, by the last range that begins at or below it."""
     return [k for lo, _, k in schedule if lo <= batch][-1]
 
 
