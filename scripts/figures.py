@@ -61,10 +61,10 @@ def demo() -> str:
     kl, speed = results.accuracy.fidelity.kl, results.speed
     assert kl.ci is not None
     rates = {arm.arm: f"{arm.decode_rate.median:.0f}" for arm in speed.arms}
-    found = {(pair.arm, pair.baseline): pair.speedup for pair in speed.ratios}
+    ratios = {(pair.arm, pair.baseline): pair.speedup for pair in speed.ratios}
 
     def times(arm: str, baseline: str) -> str:
-        speedup = found[arm, baseline]
+        speedup = ratios[arm, baseline]
         shown = speedup.ci is not None and (speedup.ci[0] > 1 or speedup.ci[1] < 1)
         return f"{ratio(speedup.value, speedup.ci)}{'' if shown else ': no difference shown'}"
 
@@ -176,8 +176,8 @@ def engines() -> str:
     memory = f"memory read {facts['memory read']}"
     where = f"{machine(facts)} each, {memory}; medians of {rounds} rounds in turns (range), {facts['started'][:10]}."
     head = ["SmolLM2-135M, tokens/s", "128 new, batch 1", "batch 8", "prompt of 512", "KL, WikiText-2"]
-    said = [f"{SHOWN[a]} over {SHOWN[b]}: {_paired(speeds[a, 'chat'], speeds[b, 'chat'])}." for a, b in GOALS]
-    return f"{where}\n\n{table(head, lines)}\n\n{' '.join(filter(None, said))}"
+    sentences = [f"{SHOWN[a]} over {SHOWN[b]}: {_paired(speeds[a, 'chat'], speeds[b, 'chat'])}." for a, b in GOALS]
+    return f"{where}\n\n{table(head, lines)}\n\n{' '.join(filter(None, sentences))}"
 
 
 def instruction_sets() -> str:
@@ -187,8 +187,8 @@ def instruction_sets() -> str:
     tasks = dict.fromkeys(row["task"] for row in data["rows"])
     lines = []
     for scheme, isa in dict.fromkeys((row["scheme"], row["isa"]) for row in data["rows"]):
-        found = [cells[scheme, isa, task] for task in tasks]
-        shown = [f"{row['tok_s']:.0f} ({row['spread'][0]:.0f} to {row['spread'][1]:.0f})" for row in found]
+        rows = [cells[scheme, isa, task] for task in tasks]
+        shown = [f"{row['tok_s']:.0f} ({row['spread'][0]:.0f} to {row['spread'][1]:.0f})" for row in rows]
         lines.append([scheme, isa, *shown])
     rounds, memory = data["rows"][0]["rounds"], data["environment"]["memory read"]
     where = (
@@ -213,10 +213,10 @@ def _spec_rows(model: str) -> list[Row]:
 
 def drafts() -> str:
     """Speedup over plain decoding on all 480 prompts of Spec-Bench, by category."""
-    found = {(row["drafter"], row["category"]): row for row in _spec_rows("smollm2-int8, all prompts")}
+    by_draft = {(row["drafter"], row["category"]): row for row in _spec_rows("smollm2-int8, all prompts")}
     lines = []
-    for category in dict.fromkeys(category for _, category in found):
-        one, both = found["suffix", category], found["mlp + suffix", category]
+    for category in dict.fromkeys(category for _, category in by_draft):
+        one, both = by_draft["suffix", category], by_draft["mlp + suffix", category]
         lines.append(
             [
                 category.replace("_", " "),
@@ -234,10 +234,10 @@ def drafts() -> str:
 
 def policies() -> str:
     """Every draft under a fixed length of four and under `optimal`."""
-    found = {(row["drafter"], row["policy"]): row for row in _spec_rows("smollm2-int8") if row["category"] == "all"}
+    by_policy = {(row["drafter"], row["policy"]): row for row in _spec_rows("smollm2-int8") if row["category"] == "all"}
     lines = []
     for drafter, name in DRAFTS.items():
-        rows = [found[drafter, policy] for policy in ("fixed 4", "optimal")]
+        rows = [by_policy[drafter, policy] for policy in ("fixed 4", "optimal")]
         lines.append(
             [
                 name,
@@ -253,7 +253,7 @@ def policies() -> str:
             ]
         )
     head = ["draft", "tokens/step", "fixed 4", "predicted", "tokens/step", "`optimal`", "predicted"]
-    return f"n = {next(iter(found.values()))['n']} prompts.\n\n{table(head, lines)}"
+    return f"n = {next(iter(by_policy.values()))['n']} prompts.\n\n{table(head, lines)}"
 
 
 def groups() -> str:
@@ -284,14 +284,14 @@ def draft_length() -> str:
         if row["policy"] not in ("as it is", "beside"):
             by_constant.setdefault(row["policy"].split()[0], []).append(row)
 
-    def worst(found: Sequence[Row]) -> str:
-        row = min(found, key=lambda row: row["ratio"])
+    def worst(rows: Sequence[Row]) -> str:
+        row = min(rows, key=lambda row: row["ratio"])
         return f"{ratio(row['ratio'], row['ratio_ci'])}, {row['setting']}"
 
     lines = []
-    for name, found in by_constant.items():
-        scaled = [row for row in found if " x " in row["policy"]]
-        lines.append([f"`{name}`", worst(scaled), worst([row for row in found if row not in scaled])])
+    for name, rows in by_constant.items():
+        scaled = [row for row in rows if " x " in row["policy"]]
+        lines.append([f"`{name}`", worst(scaled), worst([row for row in rows if row not in scaled])])
     head = ["constant", "halved or doubled: least ratio", "without effect: least ratio"]
     settings = table(["setting", "speedup", "the earlier policy"], [[name, *cells] for name, cells in present.items()])
     return f"n = {rows[0]['n']} prompts.\n\n{settings}\n\n{table(head, lines)}"
@@ -368,7 +368,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 def filled(text: str) -> str:
     """A page with every block made anew."""
-    return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text)
+    return BLOCK.sub(lambda match: match[1] + BLOCKS[match[2]]() + match[4], text)
 
 
 def main() -> None:

@@ -49,16 +49,19 @@ def main() -> None:
         shutil.rmtree(WORK / SECONDS, ignore_errors=True)
     answer, lowered = study.search()
     confirmed, speeds = study.confirm(answer, lowered, ALONE)
-    found = SearchResult(answer, confirmed, study.space.pruned, tuple(lowered))
+    outcome = SearchResult(answer, confirmed, study.space.pruned, tuple(lowered))
     harm = {p.target: p.kl for p in answer.every} | {ORIGINAL: 0.0}
     alone = [
         {"name": name, "measured_tok_s": speeds[name][0], "measured_ci": speeds[name][1], "kl": harm[target]}
         for name, (target, _) in ALONE.items()
     ]
-    kept = as_data(found) | {"single_techniques": alone, "environment": environment() | {"engine": study.halves.engine}}
+    kept = as_data(outcome) | {
+        "single_techniques": alone,
+        "environment": environment() | {"engine": study.halves.engine},
+    }
     atomic_write(BASELINE, json.dumps(kept, indent=1) + "\n")
-    atomic_write(WORK / "tune.html", report_html.render(document(found, study.recipe.name)))
-    print(found.why)
+    atomic_write(WORK / "tune.html", report_html.render(document(outcome, study.recipe.name)))
+    print(outcome.why)
     for name, (speed, _) in ({c.prediction.name: (c.speed, c.ci) for c in confirmed} | speeds).items():
         print(f"{speed:8.2f} tokens/s measured  {name}")
 

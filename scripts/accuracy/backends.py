@@ -60,25 +60,25 @@ class Item:
     answer: str
 
 
-def asked(pair: Path, backend: Backend, python: Path, again: bool) -> Results:
+def results_of(pair: Path, backend: Backend, python: Path, again: bool) -> Results:
     """Kept, or measured now."""
     out = WORK / f"{backend}-{digest([half_digests(read_manifest(pair)), TASKS])}"
     if again:
         shutil.rmtree(out, ignore_errors=True)
     if not out.exists():
-        told = ["evaluation.fidelity=null", "evaluation.needle=null", f"evaluation.tasks={json.dumps(TASKS)}"]
+        overrides = ["evaluation.fidelity=null", "evaluation.needle=null", f"evaluation.tasks={json.dumps(TASKS)}"]
         if backend == "api":
             job, url = serving(pair, draft=False, more=SMALL), f"http://127.0.0.1:{PORT}/v1"
-            told.append(f"evaluation.api={{original: '{url}', quantized: '{url}'}}")
+            overrides.append(f"evaluation.api={{original: '{url}', quantized: '{url}'}}")
             with vllm.server(python, job.model, (*NEUTRAL, *job.arguments), "127.0.0.1", PORT, 900):
-                return evaluate_pair(pair, out, tuple(told), backend)
-        return evaluate_pair(pair, out, tuple(told), backend, python, more=SMALL)
+                return evaluate_pair(pair, out, tuple(overrides), backend)
+        return evaluate_pair(pair, out, tuple(overrides), backend, python, more=SMALL)
     return Results.read(out / "results.json")
 
 
 def items(results: Results, task: str, arm: str) -> dict[tuple[str, int], Item]:
-    (found,) = (t for t in results.accuracy.tasks if t.task == task)
-    return {(row.task, row.doc_id): _item(row, arm) for row in found.rows}
+    (task_results,) = (t for t in results.accuracy.tasks if t.task == task)
+    return {(row.task, row.doc_id): _item(row, arm) for row in task_results.rows}
 
 
 def _item(row: TaskRow, arm: str) -> Item:
@@ -86,11 +86,11 @@ def _item(row: TaskRow, arm: str) -> Item:
     return Item(row.prompt_hash, score, answer)
 
 
-def rows_of(found: Mapping[Backend, Results]) -> Iterator[Row]:
+def rows_of(by_backend: Mapping[Backend, Results]) -> Iterator[Row]:
     for task in (str(task["name"]) for task in TASKS):
         for sides in SIDES:
             (a, arm_a), (b, arm_b) = sides
-            both = items(found[a], task, arm_a), items(found[b], task, arm_b)
+            both = items(by_backend[a], task, arm_a), items(by_backend[b], task, arm_b)
             yield {"task": task, "of": f"{a}: {arm_a}", "and": f"{b}: {arm_b}"} | compare(*both)
 
 
@@ -119,8 +119,8 @@ def main() -> None:
     args = parser.parse_args()
     os.environ |= ENVIRONMENT
     facts = environment() | {"vllm": vllm.version(args.python)}
-    found = {backend: asked(args.pair, backend, args.python, args.again) for backend in BACKENDS}
-    rows = [{"pair": read_manifest(args.pair).name} | row for row in rows_of(found)]
+    by_backend = {backend: results_of(args.pair, backend, args.python, args.again) for backend in BACKENDS}
+    rows = [{"pair": read_manifest(args.pair).name} | row for row in rows_of(by_backend)]
     write_baseline(args.out, facts, rows)
     print(*map(json.dumps, rows), sep="\n")
 

@@ -102,9 +102,9 @@ def verdict(ours: Mapping[str, Windows], peers: Mapping[str, Windows]) -> str:
     mine, theirs = chosen.values()
     if mine is None or theirs is None:
         return f"{named} | no contest"
-    found = difference(_part(ours[mine], 1), _part(peers[theirs], 1))
-    outcome = {1: "qspec wins", -1: "llmcompressor wins", 0: "no difference detected"}[found.sign]
-    gap = f"{found.mean:+.5f} [{found.ci[0]:+.5f}, {found.ci[1]:+.5f}]"
+    gained = difference(_part(ours[mine], 1), _part(peers[theirs], 1))
+    outcome = {1: "qspec wins", -1: "llmcompressor wins", 0: "no difference detected"}[gained.sign]
+    gap = f"{gained.mean:+.5f} [{gained.ci[0]:+.5f}, {gained.ci[1]:+.5f}]"
     return f"{named} | {gap} | {outcome}"
 
 

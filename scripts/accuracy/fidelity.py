@@ -136,9 +136,9 @@ class Bench:
                 raise
             return {"refused": f"failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         made = time.perf_counter() - start
-        found = {c: measure(lm, rows, self.references(rows)) for c, rows in self.corpora.items()}
+        by_corpus = {c: measure(lm, rows, self.references(rows)) for c, rows in self.corpora.items()}
         seconds = {"make": round(made, 1), "measure": round(time.perf_counter() - start - made, 1)}
-        return {"settings": settings, "notes": notes, "seconds": seconds, "corpora": found}
+        return {"settings": settings, "notes": notes, "seconds": seconds, "corpora": by_corpus}
 
     def build(self, arm: Arm) -> tuple[LM, Record, list[str]]:
         if not arm.engine:
@@ -175,9 +175,9 @@ def rows_of(arm: Arm, record: Record) -> Iterator[Record]:
         yield head | {"refused": record["refused"]}
         return
     tokens = arm.subject.windows * (arm.subject.length - 1)
-    for corpus, found in record["corpora"].items():
-        by_window = [round(value, 7) for value in found["kl"]]
-        yield head | {"corpus": corpus} | summary(found) | {"tokens": tokens, "kl_windows": by_window}
+    for corpus, distances in record["corpora"].items():
+        by_window = [round(value, 7) for value in distances["kl"]]
+        yield head | {"corpus": corpus} | summary(distances) | {"tokens": tokens, "kl_windows": by_window}
 
 
 def table(arms: list[Arm]) -> Iterator[str]:

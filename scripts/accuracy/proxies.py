@@ -75,11 +75,11 @@ class Bench:
             return open_decoder(quantized, max_length=max(self.matrix.needle.lengths))
 
     def tasks(self, lm: LM) -> dict[str, list[tuple[float, float]]]:
-        asked = {"mmlu_pro": questions(self.matrix, self.model.tokenizer)}
-        asked["last_word"] = stories(self.matrix, self.model.tokenizer)
+        items_of = {"mmlu_pro": questions(self.matrix, self.model.tokenizer)}
+        items_of["last_word"] = stories(self.matrix, self.model.tokenizer)
         return {
             task: [answer(lm, item) for item in self.progress.track(items, task, len(items))]
-            for task, items in asked.items()
+            for task, items in items_of.items()
         }
 
 
@@ -88,7 +88,7 @@ def questions(matrix: ProxyMatrix, tokenizer: Tokenizer) -> list[Item]:
     rows = load_rows("mmlu_pro")
     items: list[Item] = []
     for row in rows[:: max(1, len(rows) // matrix.questions)][: matrix.questions]:
-        options = "".join(f"\n{letter}. {told}" for letter, told in zip(LETTERS, row["options"], strict=False))
+        options = "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, row["options"], strict=False))
         prompt = tokenizer.encode(f"Question: {row['question']}\nOptions:{options}\nAnswer:")
         answers = [tokenizer.encode(f" {letter}", special=False) for letter in LETTERS[: len(row["options"])]]
         items.append((prompt, answers, LETTERS.index(row["answer"])))
@@ -99,10 +99,10 @@ def stories(matrix: ProxyMatrix, tokenizer: Tokenizer) -> list[Item]:
     """Stories without their last word, which has to be said: whole, by the likeliest tokens."""
     items: list[Item] = []
     for row in load_rows("tinystories"):
-        found = re.fullmatch(r"(.+)( [A-Za-z]{3,})[.!?\"']*\s*", str(row["text"]), re.S)
-        prompt = tokenizer.encode(found[1]) if found else []
-        if found and len(prompt) in STORY:
-            items.append((prompt, [tokenizer.encode(found[2], special=False)], 0))
+        match = re.fullmatch(r"(.+)( [A-Za-z]{3,})[.!?\"']*\s*", str(row["text"]), re.S)
+        prompt = tokenizer.encode(match[1]) if match else []
+        if match and len(prompt) in STORY:
+            items.append((prompt, [tokenizer.encode(match[2], special=False)], 0))
         if len(items) == matrix.stories:
             return items
     raise SourceError("tinystories", f"has {len(items)} stories of such a length", f"{matrix.stories} are needed")
@@ -166,10 +166,12 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     matrix, progress = read_proxy_matrix(args.matrix), Progress()
     shared = matrix.model_dump(mode="json", exclude={"schemes"})
-    told = {name: spec.model_dump(mode="json") for name, spec in matrix.schemes.items()}
-    paths = {name: WORK / f"{digest([shared, name, spec])}.json" for name, spec in [("original", None), *told.items()]}
-    asked = [name for name in paths if re.search(args.only, name) or name == "original"]  # all are over the original
-    todo = [name for name in asked if args.again or not paths[name].exists()]
+    settings = {name: spec.model_dump(mode="json") for name, spec in matrix.schemes.items()}
+    paths = {
+        name: WORK / f"{digest([shared, name, spec])}.json" for name, spec in [("original", None), *settings.items()]
+    }
+    chosen = [name for name in paths if re.search(args.only, name) or name == "original"]  # all are over the original
+    todo = [name for name in chosen if args.again or not paths[name].exists()]
     if args.list:
         print(*(f"{'to do' if name in todo else 'kept '} {name}" for name in paths), sep="\n")
         return
@@ -184,9 +186,9 @@ def main() -> None:
     progress.close()
     kept: Mapping[str, Row] = {name: json.loads(path.read_bytes()) for name, path in paths.items() if path.exists()}
     rows = [rows_of(name, record, kept["original"]) for name, record in kept.items() if name != "original"]
-    found = [*rows, *correlations(rows)] if len(rows) > 3 else rows
-    write_baseline(Path("eval/baselines") / f"{args.matrix.stem}.json", environment(), found)
-    print(*map(json.dumps, found), sep="\n")
+    every = [*rows, *correlations(rows)] if len(rows) > 3 else rows
+    write_baseline(Path("eval/baselines") / f"{args.matrix.stem}.json", environment(), every)
+    print(*map(json.dumps, every), sep="\n")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ BASELINE = Path("eval/baselines/spec_bench.json")
 NO_CEILING = Measurement(metric="memory read", value=float("nan"), unit="B/s", n=0)
 PLAIN = "plain"
 Row = dict[str, Any]
-Asked = tuple[float, int, int]
+Case = tuple[float, int, int]
 """Temperature, repeat, prompt."""
 
 
@@ -68,8 +68,8 @@ class Kept:
     def read(cls, line: str) -> "Kept":
         entry = json.loads(line)
         for run in entry["runs"]:
-            told = run["generation"]
-            run["generation"] = Generation(**told | {"steps": [StepRecord(*values) for values in told["steps"]]})
+            fields = run["generation"]
+            run["generation"] = Generation(**fields | {"steps": [StepRecord(*values) for values in fields["steps"]]})
         differing = [(arm, Mismatch(**m)) for arm, m in entry["mismatches"]]
         return cls(entry["category"], entry["engine"], [Run(**run) for run in entry["runs"]], differing)
 
@@ -91,13 +91,13 @@ class Comparison:
         """Where answers are kept: by all that decides them, so that a changed setting begins anew."""
         return WORK / f"{self.name}-{digest(self.subject.model_dump(mode='json'))}.jsonl"
 
-    def kept(self) -> dict[Asked, Kept]:
+    def kept(self) -> dict[Case, Kept]:
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        found = [Kept.read(line) for line in lines]
-        return {asked(one.runs[0]): one for one in found}
+        entries = [Kept.read(line) for line in lines]
+        return {case_of(one.runs[0]): one for one in entries}
 
 
-def asked(run: Run) -> Asked:
+def case_of(run: Run) -> Case:
     return run.temperature, run.repeat, run.prompt
 
 
@@ -138,10 +138,10 @@ class Bench:
         arms, requests, eos_ids = self.arms(), self.requests(), self.eos_ids
         runs = measure(arms, requests, self._recipe, eos_ids, self._progress, self.comparison.kept())
         with self.comparison.path.open("a", encoding="utf-8") as file:
-            for (_, _, prompt), group in groupby(runs, asked):
+            for (_, _, prompt), group in groupby(runs, case_of):
                 same = list(group)
-                found = find_mismatches(arms, facts(arms), requests, same)
-                differing = [(name, m) for name, ms in found.items() for m in ms]
+                by_arm = find_mismatches(arms, facts(arms), requests, same)
+                differing = [(name, m) for name, ms in by_arm.items() for m in ms]
                 file.write(Kept(requests[prompt].category, engine_name(self.target), same, differing).line())
                 file.flush()
 
@@ -178,13 +178,13 @@ def rows_of(comparison: Comparison) -> Iterator[Row]:
     requests = [TokenizedPrompt(by_prompt.get(prompt, ""), []) for prompt in range(max(by_prompt, default=-1) + 1)]
     categories = dict.fromkeys(["all", *by_prompt.values()])
     for temperature in dict.fromkeys(one.runs[0].temperature for one in kept):
-        asked_here = [one for one in kept if one.runs[0].temperature == temperature]
+        at_temperature = [one for one in kept if one.runs[0].temperature == temperature]
         for name, (draft, policy) in comparison.cells.items():
             for category in categories:
-                mine = [one for one in asked_here if category in ("all", one.category)]
+                mine = [one for one in at_temperature if category in ("all", one.category)]
                 runs = [run for one in mine for run in one.runs if run.arm in (PLAIN, name)]
                 differing = [m for one in mine for arm, m in one.mismatches if arm == name]
-                found = summarize(facts([PLAIN, name]), requests, runs, {name: differing}, NO_CEILING, {})
+                speed = summarize(facts([PLAIN, name]), requests, runs, {name: differing}, NO_CEILING, {})
                 head = {
                     "model": comparison.name,
                     "engine": mine[0].engine,
@@ -192,7 +192,7 @@ def rows_of(comparison: Comparison) -> Iterator[Row]:
                     "policy": policy,
                     "category": category,
                 }
-                yield head | {"temperature": temperature} | row(found)
+                yield head | {"temperature": temperature} | row(speed)
 
 
 def row(speed: Speed) -> Row:
@@ -219,13 +219,13 @@ def row(speed: Speed) -> Row:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    for found in (found for found in rows if found["category"] == "all"):
-        interval = " to ".join(f"{end:.2f}" for end in found["speedup_ci"] or ())
+    for row in (row for row in rows if row["category"] == "all"):
+        interval = " to ".join(f"{end:.2f}" for end in row["speedup_ci"] or ())
         yield (
-            f"{found['model']}, {found['drafter']}, {found['policy']}, T {found['temperature']:g}: "
-            f"alpha {found['alpha']}, {found['tokens_per_step']:.2f} tokens per step, "
-            f"speedup {found['speedup']} ({interval}), predicted {found['predicted']}, "
-            f"equal {found['equal']}, {found['n']} prompts"
+            f"{row['model']}, {row['drafter']}, {row['policy']}, T {row['temperature']:g}: "
+            f"alpha {row['alpha']}, {row['tokens_per_step']:.2f} tokens per step, "
+            f"speedup {row['speedup']} ({interval}), predicted {row['predicted']}, "
+            f"equal {row['equal']}, {row['n']} prompts"
         )
 
 

@@ -57,14 +57,14 @@ def fidelity_subject(matrix: EngineMatrix) -> Subject:
 
 
 def run(*command: str | Path) -> None:
-    """Raises `QspecError` with the last line that the command said."""
+    """Raises `QspecError` with the last line that the command wrote."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     except subprocess.TimeoutExpired as error:
         raise QspecError(str(command[0]), f"took more than {PATIENCE} s", "try again on a quiet machine") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or f"ended with {done.returncode}").splitlines()[-1]
-        raise QspecError(str(command[0]), said[:300], "see what the command prints")
+        last = (done.stderr.strip() or done.stdout.strip() or f"ended with {done.returncode}").splitlines()[-1]
+        raise QspecError(str(command[0]), last[:300], "see what the command prints")
 
 
 def install(name: str, peer: Peer) -> None:
@@ -95,8 +95,8 @@ def weights_stamp(name: str) -> Path:
 
 
 def converted(name: str, weights: Weights) -> bool:
-    found = weights_stamp(name)
-    return found.exists() and found.read_text(encoding="utf-8") == stamp_text(weights)
+    written = weights_stamp(name)
+    return written.exists() and written.read_text(encoding="utf-8") == stamp_text(weights)
 
 
 def convert(name: str, weights: Weights, subject: Subject) -> None:
@@ -133,8 +133,8 @@ def converter(weights: Weights, subject: Subject, out: Path) -> tuple[str | Path
         task = ("--task", "text-generation-with-past", "--weight-format", name)
         grouped = ("--group-size", group) if group else ()
         return (bin_of / "optimum-cli", "export", "openvino", "--model", source, *task, *grouped, out)
-    told = ("--quantization", weights.format, "--output_dir", out)
-    return (bin_of / "ct2-transformers-converter", "--model", source, *told)
+    options = ("--quantization", weights.format, "--output_dir", out)
+    return (bin_of / "ct2-transformers-converter", "--model", source, *options)
 
 
 def main() -> None:

@@ -27,17 +27,17 @@ class Cell:
     def key(self) -> str:
         """By all that decides its numbers, so that a changed setting is a new cell."""
         own = self.engine.model_dump(mode="json", exclude={"speculations", "shapes", "logits"})
-        told = [own, self.shape.model_dump(), self.engine.speculations[self.speculation], self.threads]
-        return f"{self.name}/{self.shape_name}/{self.speculation} {digest(told)}"
+        settings = [own, self.shape.model_dump(), self.engine.speculations[self.speculation], self.threads]
+        return f"{self.name}/{self.shape_name}/{self.speculation} {digest(settings)}"
 
     @property
-    def told(self) -> dict[str, Any]:
+    def speculation_options(self) -> dict[str, Any]:
         """The speculation as the worker reads it."""
-        found = dict(self.engine.speculations[self.speculation])
+        options = dict(self.engine.speculations[self.speculation])
         for field in ("weights", "assistant"):
-            if field in found:
-                found[field] = str(weights_path(found[field]))
-        return found
+            if field in options:
+                options[field] = str(weights_path(options[field]))
+        return options
 
 
 def cells_of(matrix: EngineMatrix) -> Iterator[Cell]:
@@ -51,13 +51,13 @@ def cells_of(matrix: EngineMatrix) -> Iterator[Cell]:
 
 def requests_of(shape: Shape, source: str, tokenizer: Tokenizer) -> list[list[int]]:
     """The first `batch` prompts of the category that are long enough, each cut to be served in `prompt` tokens."""
-    found: list[list[int]] = []
+    requests: list[list[int]] = []
     for prompt in prompts(source, None, [shape.category]):
         if (tokens := served_in(shape.prompt, prompt.text, tokenizer)) is not None:
-            found.append(tokens)
-        if len(found) == shape.batch:
-            return found
-    rule = f"has {len(found)} prompts that can be served in {shape.prompt} tokens"
+            requests.append(tokens)
+        if len(requests) == shape.batch:
+            return requests
+    rule = f"has {len(requests)} prompts that can be served in {shape.prompt} tokens"
     raise QspecError(f"{source} {shape.category}", rule, f"{shape.batch} are needed: lower the batch or the length")
 
 

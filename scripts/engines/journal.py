@@ -25,8 +25,8 @@ def file_stem(name: str) -> str:
 def distance_path(name: str, matrix: EngineMatrix) -> Path:
     """Where an engine's distances are kept: by all that decides them."""
     engine = matrix.engines[name]
-    told = [engine.worker, engine.weights, engine.options, fidelity_subject(matrix).model_dump(mode="json")]
-    return WORK / f"kl-{file_stem(name)}-{digest(told)}.json"
+    settings = [engine.worker, engine.weights, engine.options, fidelity_subject(matrix).model_dump(mode="json")]
+    return WORK / f"kl-{file_stem(name)}-{digest(settings)}.json"
 
 
 def note(entry: dict[str, Any]) -> None:

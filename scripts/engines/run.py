@@ -102,26 +102,32 @@ class Comparison:
         """Warm every cell up, then ask all in turns, round by round; the first one rotates."""
         rounds = range(self.matrix.rounds)
         todo = [cell for cell in cells if any(r not in kept.get(cell.key, {}) for r in rounds)]
-        asked = {c.shape_name: requests_of(c.shape, self.matrix.prompts, self.fidelity.model.tokenizer) for c in todo}
+        requests = {
+            c.shape_name: requests_of(c.shape, self.matrix.prompts, self.fidelity.model.tokenizer) for c in todo
+        }
         with ExitStack() as stack:
             workers: dict[str, Worker] = {}
             for name in dict.fromkeys(cell.name for cell in todo):
                 if (worker := self.load(name)) is not None:
                     workers[name] = stack.enter_context(worker)
             live = [cell for cell in todo if cell.name in workers]
-            live = [cell for cell in live if self._ask(workers, cell, asked, min(WARM_UP, cell.shape.new)) is not None]
+            live = [
+                cell for cell in live if self._ask(workers, cell, requests, min(WARM_UP, cell.shape.new)) is not None
+            ]
             jobs = [(r, live[(r + i) % len(live)]) for r in rounds for i in range(len(live))]
             for r, cell in self._progress.track(jobs, "rounds", len(jobs), "answer"):
                 if cell.key in self.refused or r in kept.get(cell.key, {}):
                     continue
-                answer = self._ask(workers, cell, asked, cell.shape.new)
+                answer = self._ask(workers, cell, requests, cell.shape.new)
                 if answer is not None:
                     kept.setdefault(cell.key, {})[r] = answer
                     note({"key": cell.key, "round": r, "facts": self.facts[cell.name], "answer": asdict(answer)})
 
-    def _ask(self, workers: dict[str, Worker], cell: Cell, asked: dict[str, Any], new: int) -> Answer | None:
+    def _ask(self, workers: dict[str, Worker], cell: Cell, requests: dict[str, Any], new: int) -> Answer | None:
         try:
-            reply = workers[cell.name].ask("generate", prompts=asked[cell.shape_name], new=new, speculation=cell.told)
+            reply = workers[cell.name].ask(
+                "generate", prompts=requests[cell.shape_name], new=new, speculation=cell.speculation_options
+            )
         except QspecError as error:
             self.refused[cell.key] = str(error)
             return None
@@ -135,14 +141,14 @@ class Comparison:
         with worker:
             lm = AskedLM(worker, self.fidelity.model.arch.vocab_size, WORK / "logits.bin")
             try:
-                found = {
+                measured = {
                     corpus: measure(lm, rows, self.fidelity.references(rows))
                     for corpus, rows in self.fidelity.corpora.items()
                 }
             except QspecError as error:
                 self.refused[name] = str(error)
                 return
-        atomic_write(path, json.dumps({"facts": self.facts[name], "corpora": found}))
+        atomic_write(path, json.dumps({"facts": self.facts[name], "corpora": measured}))
 
 
 def rows_of(comparison: Comparison, cells: list[Cell], read: float | None) -> Iterator[Row]:
@@ -170,8 +176,8 @@ def rows_of(comparison: Comparison, cells: list[Cell], read: float | None) -> It
         path, head = distance_path(name, matrix), {"engine": name, "precision": engine.precision}
         if not path.exists() and name in comparison.refused:
             yield head | {"refused": comparison.refused[name]}
-        for corpus, found in (json.loads(path.read_bytes())["corpora"] if path.exists() else {}).items():
-            yield head | {"corpus": corpus} | summary(found)
+        for corpus, measured in (json.loads(path.read_bytes())["corpora"] if path.exists() else {}).items():
+            yield head | {"corpus": corpus} | summary(measured)
 
 
 def more_options(parser: argparse.ArgumentParser) -> None:

@@ -34,14 +34,14 @@ def seconds(call: Callable[[], object], device: torch.device, inner: int = 1) ->
     """Median time of a call, the device waited for before and after `inner` of them in a row."""
     call()
     wait(device)
-    found = list[float]()
+    times = list[float]()
     for _ in range(REPEATS):
         begin = perf_counter()
         for _ in range(inner):
             call()
         wait(device)
-        found.append((perf_counter() - begin) / inner)
-    return median(found)
+        times.append((perf_counter() - begin) / inner)
+    return median(times)
 
 
 def ceilings(device: torch.device, dry: bool) -> Ceilings:

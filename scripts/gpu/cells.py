@@ -285,25 +285,28 @@ def acceptance(
     draft = gpu_models.build(arch, "W4A16", source, device)
     for scheme in ("BF16", "FP8"):
         target = gpu_models.build(arch, scheme, source, device)
-        for law, rule in (("greedy", Greedy()), ("temperature 1", Sampled(lambda x: target_probs(x, 1.0)))):
-            yield _accepted(target, draft, rule, prompts, new, length) | {"arm": f"{scheme}, drafts W4A16", "law": law}
+        for name, rule in (("greedy", Greedy()), ("temperature 1", Sampled(lambda x: target_probs(x, 1.0)))):
+            yield _accepted(target, draft, rule, prompts, new, length) | {
+                "arm": f"{scheme}, drafts W4A16",
+                "sampling": name,
+            }
 
 
 def _accepted(
     target: CudaModel, draft: CudaModel, rule: DraftRule, prompts: list[list[int]], new: int, length: int
 ) -> Row:
-    found: dict[int, float] = {}
+    rates: dict[int, float] = {}
     batch = min(len(prompts), 8)
     read, drafted = (Passes(m, CudaCache(m, batch, length)) for m in (target, draft))
     loop = CudaLoop(read, drafted, rule, DRAFTS, target.arch.eos_ids)
     for drafts in (0, DRAFTS):
         for _ in range(2):  # the first one captures
-            asked = [
+            requests = [
                 GenerationRequest(tokens, new, torch.Generator().manual_seed(i)) for i, tokens in enumerate(prompts)
             ]
             begin = perf_counter()
-            answers = generate_on_device(loop, asked, ((1, 1, drafts),))
-            found[drafts] = sum(len(answer.tokens) for answer in answers) / (perf_counter() - begin)
+            answers = generate_on_device(loop, requests, ((1, 1, drafts),))
+            rates[drafts] = sum(len(answer.tokens) for answer in answers) / (perf_counter() - begin)
     steps = [step for answer in answers for step in answer.steps]
     tested = sum(min(step.drafted, step.accepted + 1) for step in steps)
     return {
@@ -314,6 +317,6 @@ def _accepted(
         "alpha": sum(step.accepted for step in steps) / max(tested, 1),
         "tokens_per_step": 1 + sum(step.accepted for step in steps) / max(len(steps), 1),
         "n": len(steps),
-        "tokens_s": found[DRAFTS],
-        "plain_tokens_s": found[0],
+        "tokens_s": rates[DRAFTS],
+        "plain_tokens_s": rates[0],
     }

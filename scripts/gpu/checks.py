@@ -117,8 +117,8 @@ def _norming(fmt: NumFormat | None) -> Callable[[torch.device], Row]:
         given = draw(33, 512), draw(33, 512), draw(512, dtype=torch.float32), 1e-5, fmt, None
         got, scale_N, sum_NH = ops.add_rms_norm(*given)
         want, want_scale_N, want_sum_NH = twins.add_rms_norm(*given)
-        found = _rounded((got, scale_N), (want, want_scale_N))
-        return found | {"ok": found["ok"] and torch.equal(sum_NH, want_sum_NH)}
+        rounded = _rounded((got, scale_N), (want, want_scale_N))
+        return rounded | {"ok": rounded["ok"] and torch.equal(sum_NH, want_sum_NH)}
 
     return case
 
@@ -170,8 +170,8 @@ def _attending(kv: NumFormat | None, stored: bool) -> Callable[[torch.device], R
         (q_got, y_got, *codes), (q_want, y_want, *expected) = results
         changed = max(differing(x, y) for x, y in zip(codes, expected, strict=True))
         error = max(relative(q_got, q_want), relative(y_got, y_want))
-        found = row("", error, CLOSE, codes_differing=changed)
-        return found | {"ok": found["ok"] and changed <= CODES}
+        made = row("", error, CLOSE, codes_differing=changed)
+        return made | {"ok": made["ok"] and changed <= CODES}
 
     return case
 
@@ -200,11 +200,11 @@ def _verifying(rule: Sampled | None) -> Callable[[torch.device], Row]:
             drafts_BK[::2, 1] = 7
             got, want = ops.verify_greedy(logits_BRV, drafts_BK), twins.verify_greedy(logits_BRV, drafts_BK)
         else:
-            law = target_probs(logits_BRV + draw(8, 4, 1000, dtype=torch.float32), 0.7)[:, :3].contiguous()
-            drafts_BK = law.argmax(-1)
+            draft_probs_BKV = target_probs(logits_BRV + draw(8, 4, 1000, dtype=torch.float32), 0.7)[:, :3].contiguous()
+            drafts_BK = draft_probs_BKV.argmax(-1)
             uniforms_BR = torch.rand(8, 4, device=device, generator=draw.generator, dtype=torch.float64)
             probs_BRV = target_probs(logits_BRV, 0.7)
-            given = probs_BRV, drafts_BK, law, uniforms_BR
+            given = probs_BRV, drafts_BK, draft_probs_BKV, uniforms_BR
             got, want = ops.verify_sampling(*given), twins.verify_sampling(*given)
         other = sum(int((x != y).sum()) for x, y in zip(got, want, strict=True))
         return row("", float(other), 0.0)
@@ -218,8 +218,8 @@ def _model(
     """A small one, of weights that are the same on every device."""
     source = gpu_models.random_source(torch.device("cpu"), dtype, seed)
     model = gpu_models.build(gpu_models.small(layers), scheme, source, torch.device("cpu"), dtype=dtype)
-    found: CudaModel = _moved(model, device)
-    return found
+    moved: CudaModel = _moved(model, device)
+    return moved
 
 
 def _moved(part: Any, device: torch.device) -> Any:
@@ -292,9 +292,9 @@ def _engine(device: torch.device) -> Row:
     target = _model("BF16", device, torch.float32)
     firsts = loop.state.newest_B.tolist()
     loop.run(3, 3, 8)
-    found, _ = loop.read(3, 8)
+    steps_of, _ = loop.read(3, 8)
     for slot, prompt_T in enumerate(_prompts()):
-        mine = [firsts[slot], *(token for step in found[slot] for token in step)]
+        mine = [firsts[slot], *(token for step in steps_of[slot] for token in step)]
         decoder = CudaDecoder(Pool(target, 256, 1))
         theirs = list[int]()
         while len(theirs) < len(mine):

@@ -144,10 +144,10 @@ def write_weights(path: Path, model: str, texts: list[str]) -> None:
     from qspec.models.load import load
     from qspec.schema.quantization import ModelSpec  # the whole of qspec, which that machine lacks
 
-    found = load(ModelSpec(model=model))
-    prompts = [found.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
-    tensors = {name: x.to(torch.bfloat16) for name, x in found.tensors.items()}
-    torch.save({"arch": asdict(found.arch), "tensors": tensors, "prompts": prompts}, path)
+    loaded = load(ModelSpec(model=model))
+    prompts = [loaded.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    tensors = {name: x.to(torch.bfloat16) for name, x in loaded.tensors.items()}
+    torch.save({"arch": asdict(loaded.arch), "tensors": tensors, "prompts": prompts}, path)
 
 
 def read_weights(path: Path) -> tuple[ArchMap, dict[str, Tensor], list[list[int]]]:

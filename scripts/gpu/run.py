@@ -232,14 +232,14 @@ def facts(device: torch.device, options: argparse.Namespace, settings: Settings)
         version = str(triton.__version__)
     except ImportError:
         version = "none"
-    found = {**environment(), "triton": version, "device": str(device), "repeats": str(settings.repeats)}
-    found |= {
+    known = {**environment(), "triton": version, "device": str(device), "repeats": str(settings.repeats)}
+    known |= {
         "steps": str(settings.steps),
         "alpha": f"{gpu_cells.ALPHA}, synthetic",
         "weights": "random, made on the device",
     }
     if options.dry:
-        found["dry"] = "tiny shapes: these numbers say nothing about speed"
+        known["dry"] = "tiny shapes: these numbers say nothing about speed"
     names = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
     if device.type == "cuda" and (tool := shutil.which("nvidia-smi")):
         done = subprocess.run(
@@ -249,8 +249,8 @@ def facts(device: torch.device, options: argparse.Namespace, settings: Settings)
             check=False,
             timeout=30,
         )
-        found |= dict(zip(names.split(","), done.stdout.strip().partition("\n")[0].split(", "), strict=False))
-    return found
+        known |= dict(zip(names.split(","), done.stdout.strip().partition("\n")[0].split(", "), strict=False))
+    return known
 
 
 def line(row: Row) -> str:
@@ -285,8 +285,8 @@ def _facts(row: Row) -> Iterator[str]:
 
 def goal_line(goal: Row) -> str:
     verdict = {True: "MET", False: "NOT MET", None: "not measured"}[goal["met"]]
-    found = "" if goal["found"] is None else f" {goal['found']:.2f}"
-    return f"goal: {goal['goal']} at least {goal['least']}:{found} {verdict} ({goal['where']})"
+    worst = "" if goal["found"] is None else f" {goal['found']:.2f}"
+    return f"goal: {goal['goal']} at least {goal['least']}:{worst} {verdict} ({goal['where']})"
 
 
 def summary(journal: Journal) -> Row:

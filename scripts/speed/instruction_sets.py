@@ -85,12 +85,12 @@ def rows(name: str, model: QuantizedModel, rounds: int) -> list[dict[str, object
             "scheme": name,
             "isa": isa,
             "task": task,
-            "tok_s": round(median(found), 2),
-            "spread": [round(min(found), 2), round(max(found), 2)],
-            "rounds": len(found),
+            "tok_s": round(median(speeds), 2),
+            "spread": [round(min(speeds), 2), round(max(speeds), 2)],
+            "rounds": len(speeds),
             "ceiling_tok_s": round(read / size, 1) if task == "decode" else None,
         }
-        for (isa, task), found in rates.items()
+        for (isa, task), speeds in rates.items()
     ]
 
 
@@ -102,16 +102,16 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found: list[dict[str, object]] = []
+    every: list[dict[str, object]] = []
     models = {name: quantized(name) for name in SCHEMES if re.search(options.only, name)}
     if options.prepare:
         return
     for name, model in models.items():
         made = rows(name, model, options.rounds)
         print(*made, sep="\n", flush=True)
-        found += made
+        every += made
     facts = environment() | {"memory read": f"{bandwidth().value / 1e9:.2f} GB/s"}
-    write_baseline(eval_dir() / "baselines/instruction_sets.json", facts, found)
+    write_baseline(eval_dir() / "baselines/instruction_sets.json", facts, every)
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ class Study:
 
     def key(self, arm: str, cell: Cell) -> list[Any]:
         s = self.subject
-        told = [s.prompts, s.arms[arm], s.shapes[cell.shape]]
+        settings = [s.prompts, s.arms[arm], s.shapes[cell.shape]]
         fixed = [self.place, s.model, s.seed, asdict(cell), arm]
-        return [*fixed, *(part.model_dump(mode="json") for part in told)]
+        return [*fixed, *(part.model_dump(mode="json") for part in settings)]
 
     def entries(self) -> dict[tuple[str, Cell], dict[str, Any]]:
         """What is kept under the present settings: how an arm did in a cell, and in which engine."""
@@ -86,10 +86,10 @@ class Study:
                         head = {"model": self.name, "arm": arm, "shape": shape, "batch": batch}
                         head |= {"prompt": lengths.prompt, "new": lengths.new, "engine": self.place}
                         head |= {"target": subject.model}
-                        found = head | row(mine, base, subject.ttft_s)
-                        yield found | self._against_ceiling(arm, found, lengths, speed)
+                        measured = head | row(mine, base, subject.ttft_s)
+                        yield measured | self._against_ceiling(arm, measured, lengths, speed)
 
-    def _against_ceiling(self, arm: str, found: Row, lengths: Lengths, speed: float | None) -> Row:
+    def _against_ceiling(self, arm: str, measured: Row, lengths: Lengths, speed: float | None) -> Row:
         spec, planned = self.subject.arms[arm], self.planned(arm)
         sheet = planned.sheet.bandwidth_tb_s
         rate = speed if speed is not None else sheet and sheet * 1e12
@@ -99,8 +99,8 @@ class Study:
         if not rate:
             return size
         draft_bytes = drafting.cost.weight_bytes if drafting else 0.0
-        least = ceiling(planned.target.bytes.cost, rate, found["batch"], lengths, draft_bytes, found)
-        return size | {"ceiling_tpot_ms": round(least, 4), "of_ceiling": round(least / found["tpot_ms"][0], 3)}
+        least = ceiling(planned.target.bytes.cost, rate, measured["batch"], lengths, draft_bytes, measured)
+        return size | {"ceiling_tpot_ms": round(least, 4), "of_ceiling": round(least / measured["tpot_ms"][0], 3)}
 
     def planned(self, arm: str) -> PlannedPair:
         return resolve(self.subject.recipe(arm))

@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def passes(study: Study, engine: Engine) -> Json:
     """Seconds of the target's passes by shape, batch and rows of each sequence, kept beside the study's cells."""
-    subject, found = study.subject, Json()
+    subject, seconds = study.subject, Json()
     target = {"target": engine.target(study.arms[0])}
     for shape, lengths in subject.shapes.items():
         settings = [subject.model_dump(mode="json"), shape, ROWS, environment()["cpu"], torch.get_num_threads()]
@@ -53,8 +53,8 @@ def passes(study: Study, engine: Engine) -> Json:
         def make(context: int = lengths.prompt) -> Json:
             return pass_times(target, ROWS, subject.batches, context, PASSES, engine.progress)
 
-        found[shape] = Kept(WORK / "passes").value("passes", settings, make)["target"]
-    return found
+        seconds[shape] = Kept(WORK / "passes").value("passes", settings, make)["target"]
+    return seconds
 
 
 def predicted(rows: Sequence[Row], times: Mapping[str, Passes]) -> Iterator[Row]:
@@ -83,11 +83,11 @@ def limits(subject: SpeedSubject, rows: Sequence[Row]) -> Iterator[Row]:
         mine = [(row, ratio(row, "tpot_speedup")[1]) for row in rows if row["arm"] == arm and spec.draft is not None]
         if not mine:
             continue
-        if all(found.few for _, found in mine):
+        if all(gain.few for _, gain in mine):
             yield {"arm": arm, "shown_to_pay_up_to_batch": None, "by_batch": None}
             continue
         lows = {
-            batch: [found.ci[0] if found.ci else 0.0 for row, found in mine if row["batch"] == batch]
+            batch: [gain.ci[0] if gain.ci else 0.0 for row, gain in mine if row["batch"] == batch]
             for batch in subject.batches
         }
         complete = {b: min(known) if len(known) == len(subject.shapes) else 0.0 for b, known in lows.items()}
@@ -113,8 +113,8 @@ def main() -> None:
         facts["engine"] = engine_name(engine.target(study.arms[0]))
         warm_up(study.subject, study.arms, engine.measure)
         study.run(engine.measure, facts["engine"], progress)
-        found = list(predicted(list(study.rows(None)), times))
-        rows += [*found, *limits(study.subject, found)]
+        foretold = list(predicted(list(study.rows(None)), times))
+        rows += [*foretold, *limits(study.subject, foretold)]
     progress.close()
     write_baseline(args.out, facts, rows)
     for row in rows:

@@ -72,12 +72,12 @@ class Engine:
         return Calibration(CALIBRATION, self.model.tokenizer, self.subject.seed, self.progress)
 
     def measure(self, arm: str, lengths: Lengths, batch: int, repeat: int) -> Timed:
-        asked, target = self.prompts(lengths, batch, repeat), self.target(arm)
-        drafters = [self.drafter(arm, lengths, tokens) for tokens in asked]
+        prompts, target = self.prompts(lengths, batch, repeat), self.target(arm)
+        drafters = [self.drafter(arm, lengths, tokens) for tokens in prompts]
         before = peak_memory(reset=True)
         begin = perf_counter()
-        found = self._run(target, arm, asked, drafters, lengths.new)
-        return timed(found, perf_counter() - begin, max(0, peak_memory() - before))
+        answers = self._run(target, arm, prompts, drafters, lengths.new)
+        return timed(answers, perf_counter() - begin, max(0, peak_memory() - before))
 
     def prompts(self, lengths: Lengths, batch: int, repeat: int) -> list[list[int]]:
         return make_prompts(self.subject, self.model.tokenizer, lengths, batch, repeat)
@@ -108,7 +108,7 @@ class Engine:
         self,
         target: AnyDecoder,
         arm: str,
-        asked: Sequence[list[int]],
+        prompts: Sequence[list[int]],
         drafters: Sequence[Drafter | None],
         new: int,
     ) -> list[Generation]:
@@ -117,7 +117,7 @@ class Engine:
             GenerationRequest(
                 tokens, new, torch.Generator().manual_seed(i), drafter, request_policy(policy) if drafter else None
             )
-            for i, (tokens, drafter) in enumerate(zip(asked, drafters, strict=True))
+            for i, (tokens, drafter) in enumerate(zip(prompts, drafters, strict=True))
         ]
         none_ends = ()  # as many tokens from every arm
         return generate_batch(target, requests, Sampling(), none_ends, policy.by_batch)
@@ -148,7 +148,7 @@ def _first_prompts(subject: SpeedSubject, tokenizer: Tokenizer, lengths: Lengths
         drawn = torch.randint(real_vocab(tokenizer), (count, lengths.prompt), generator=generator)
         return [[int(token) for token in row] for row in drawn]
     texts = [prompt.text for prompt in prompts(source.name, None, [source.category])]
-    found: list[list[int]] = []
+    cut: list[list[int]] = []
     enough = 8 * lengths.prompt
     for begun, i in product(range(CUTS), range(len(texts))):
         joined, text = i, texts[i][begun * enough :]
@@ -156,10 +156,10 @@ def _first_prompts(subject: SpeedSubject, tokenizer: Tokenizer, lengths: Lengths
             joined += 1
             text += "\n\n" + texts[joined]
         if (tokens := served_in(lengths.prompt, text, tokenizer)) is not None:
-            found.append(tokens)
-        if len(found) == count:
-            return found
-    rule = f"has {len(found)} prompts of {lengths.prompt} tokens"
+            cut.append(tokens)
+        if len(cut) == count:
+            return cut
+    rule = f"has {len(cut)} prompts of {lengths.prompt} tokens"
     raise SourceError(f"{source.name} {source.category}", rule, f"{count} are needed: lower the batch or the length")
 
 
@@ -170,8 +170,8 @@ def peak_memory(reset: bool = False) -> int:
         return 0
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-    return 1024 * int(found[1]) if found else 0
+    match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+    return 1024 * int(match[1]) if match else 0
 
 
 def warm_up(subject: SpeedSubject, arms: Sequence[str], measure: Measure) -> None:
@@ -182,8 +182,8 @@ def warm_up(subject: SpeedSubject, arms: Sequence[str], measure: Measure) -> Non
 
 def by_servers(subject: SpeedSubject, servers: dict[str, Api], tokenizer: Tokenizer) -> Measure:
     def measure(arm: str, lengths: Lengths, at_once: int, repeat: int) -> Timed:
-        asked = make_prompts(subject, tokenizer, lengths, LOADS * at_once, repeat)
-        return load_server(servers[arm], asked, lengths.new, at_once)
+        prompts = make_prompts(subject, tokenizer, lengths, LOADS * at_once, repeat)
+        return load_server(servers[arm], prompts, lengths.new, at_once)
 
     return measure
 
@@ -206,8 +206,8 @@ def of_pair(args: argparse.Namespace) -> dict[str, SpeedSubject]:
         "quantized + draft": SpeedArm(quantization=target, draft=recipe.draft, policy=drafting),
     }
     first = next(iter(read_speed_matrix(args.matrix).values()))
-    told = {"model": recipe.target.model, "device": recipe.device, "seed": recipe.seed, "arms": arms}
-    return {recipe.name: first.model_copy(update=told)}
+    fields = {"model": recipe.target.model, "device": recipe.device, "seed": recipe.seed, "arms": arms}
+    return {recipe.name: first.model_copy(update=fields)}
 
 
 def baseline(args: argparse.Namespace) -> Path:
@@ -219,14 +219,14 @@ def baseline(args: argparse.Namespace) -> Path:
 
 def studies(args: argparse.Namespace) -> list[Study]:
     """Of the matrix; with servers all of them take their arms' places."""
-    found = []
+    chosen = []
     for name, subject in of_pair(args).items() if args.pair else read_speed_matrix(args.matrix).items():
-        arms = tuple(told.partition("=")[0] for told in args.server) or tuple(subject.arms)
+        arms = tuple(option.partition("=")[0] for option in args.server) or tuple(subject.arms)
         for arm in arms:
             if arm not in subject.arms:
                 raise RecipeError(f"--server {arm}=…", "is no arm of the matrix", f"one of: {', '.join(subject.arms)}")
-        found.append(Study(name, subject, arms, "server" if args.server else "qspec"))
-    return [study for study in found if re.search(args.only, study.name)]
+        chosen.append(Study(name, subject, arms, "server" if args.server else "qspec"))
+    return [study for study in chosen if re.search(args.only, study.name)]
 
 
 def run(study: Study, servers: dict[str, Api], progress: Progress) -> None:
@@ -248,7 +248,7 @@ def main() -> None:
     args = read_options(__doc__, "speed_cpu.yaml", add_options)
     WORK.mkdir(parents=True, exist_ok=True)
     every, out, progress = studies(args), baseline(args), Progress()
-    servers = {arm: Api(url) for arm, _, url in (told.partition("=") for told in args.server)}
+    servers = {arm: Api(url) for arm, _, url in (option.partition("=") for option in args.server)}
     if args.list:
         print(*(f"{len(s.kept())} kept, {len(s.todo)} to do, {s.name}" for s in every), sep="\n")
         return

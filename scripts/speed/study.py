@@ -68,7 +68,7 @@ def row(mine: Mapping[int, Timed], base: Mapping[int, Timed], ttft_limit: float)
     runs = list(mine.values())
     worst = median(max(run.ttft) for run in runs)
     pairs = [(i, run) for i, run in mine.items() if i in base]
-    found: Row = {
+    made: Row = {
         "repeats": len(runs),
         "groups": len(pairs),
         "ttft_s": _spread([median(run.ttft) for run in runs], 4),
@@ -82,13 +82,13 @@ def row(mine: Mapping[int, Timed], base: Mapping[int, Timed], ttft_limit: float)
     }
     if drafted := sum(run.drafted for run in runs):
         accepted, steps = sum(run.accepted for run in runs), sum(run.steps for run in runs)
-        found["tokens_per_step"] = round(1 + accepted / steps, 3)
-        found["drafted_per_step"] = round(drafted / steps, 3)
+        made["tokens_per_step"] = round(1 + accepted / steps, 3)
+        made["drafted_per_step"] = round(drafted / steps, 3)
     if nodes := sum(run.nodes for run in runs):
         steps = sum(run.steps for run in runs)
-        found["nodes_per_step"] = round(nodes / steps, 3)
-        found["draft_ms"] = round(1000 * sum(run.drafting for run in runs) / steps, 3)
-    return found
+        made["nodes_per_step"] = round(nodes / steps, 3)
+        made["draft_ms"] = round(1000 * sum(run.drafting for run in runs) / steps, 3)
+    return made
 
 
 def ceiling(cost: PassCost, bandwidth: float, batch: int, lengths: Lengths, draft_bytes: float, of: Row) -> float:
@@ -103,13 +103,13 @@ def ceiling(cost: PassCost, bandwidth: float, batch: int, lengths: Lengths, draf
 
 def largest_batches(rows: Sequence[Row], limit: float) -> list[Row]:
     """By model, arm and shape: the largest batch whose worst first token came in time; 0: none did."""
-    found: dict[tuple[str, str, str], int] = {}
+    largest: dict[tuple[str, str, str], int] = {}
     for each in rows:
         key = each["model"], each["arm"], each["shape"]
-        found[key] = max(found.get(key, 0), each["batch"] if each["within_ttft"] else 0)
+        largest[key] = max(largest.get(key, 0), each["batch"] if each["within_ttft"] else 0)
     return [
         {"model": model, "arm": arm, "shape": shape, "ttft_limit_s": limit, "largest_batch": batch}
-        for (model, arm, shape), batch in found.items()
+        for (model, arm, shape), batch in largest.items()
     ]
 
 

@@ -34,14 +34,14 @@ def errors(w_NK: Tensor, kernels: Any) -> tuple[float, float]:
 def main() -> None:
     from vllm import _custom_ops
 
-    found = list[tuple[float, float]]()
+    by_layer = list[tuple[float, float]]()
     for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             layers = (file.get_tensor(name) for name in file.keys())  # noqa: SIM118 (not a mapping)
-            found += [errors(w, _custom_ops) for w in layers if w.dtype == torch.int8 and w.dim() == 2]
-    sizes, shares = zip(*found, strict=True)
-    told = {"error": median(sizes), "worst": max(sizes), "wrong": median(shares)}
-    print(json.dumps({"layers": len(found)} | {name: round(value, 5) for name, value in told.items()}))
+            by_layer += [errors(w, _custom_ops) for w in layers if w.dtype == torch.int8 and w.dim() == 2]
+    sizes, shares = zip(*by_layer, strict=True)
+    numbers = {"error": median(sizes), "worst": max(sizes), "wrong": median(shares)}
+    print(json.dumps({"layers": len(by_layer)} | {name: round(value, 5) for name, value in numbers.items()}))
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ class Served:
 
 
 def ask(url: str, prompt: Sequence[int], new: int, name: str) -> list[int]:
-    asked = {"model": name, "prompt": list(prompt), "max_tokens": new, "temperature": 0, "return_token_ids": True}
-    call = Call(f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    body = {"model": name, "prompt": list(prompt), "max_tokens": new, "temperature": 0, "return_token_ids": True}
+    call = Call(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with _OPENER.open(call, timeout=600) as reply:
         return list(json.load(reply)["choices"][0]["token_ids"])
 
@@ -86,23 +86,23 @@ def counters(url: str) -> tuple[int, list[int]]:
     """Drafts so far, and accepted tokens by position."""
     with _OPENER.open(f"{url}/metrics", timeout=60) as reply:
         text = reply.read().decode()
-    found = re.findall(
+    counts = re.findall(
         r"^vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*?position=\"(\d+)\".*?\} (\S+)", text, re.M
     )
-    by_position = {int(position): int(float(count)) for position, count in found}
+    by_position = {int(position): int(float(count)) for position, count in counts}
     drafts = re.search(r"^vllm:spec_decode_num_drafts_total\{.*?\} (\S+)", text, re.M)
     return int(float(drafts[1])) if drafts else 0, [by_position[i] for i in sorted(by_position)]
 
 
 def made(target: str) -> Path:
     """A pair of such a target and an INT8 copy of it that drafts; KV in floats, so that vLLM runs it on any CPU."""
-    told = [
+    overrides = [
         f"name=smollm2-135m-{target}-target",
         f"description=SmolLM2-135M-Instruct ({target}); a copy of it in INT8 drafts.",
         f"target.quantization={{scheme: {TARGETS[target]}}}",
         "draft.quantization={scheme: W8A8}",
     ]
-    recipe = Recipe.read(RECIPE, tuple(told))
+    recipe = Recipe.read(RECIPE, tuple(overrides))
     out = WORK / f"{target}-{digest(recipe.as_dict())}"
     if not (out / "pair").exists():
         progress = Progress()
@@ -118,7 +118,7 @@ def served(args: argparse.Namespace, requests: Sequence[TokenizedPrompt], *, dra
     """Kept, or asked now."""
     job = serving(args.pair, draft=draft, more=SMALL)
     halves = half_digests(read_manifest(args.pair))
-    asked = [vllm.version(args.python), halves, job.arguments, [request.tokens for request in requests], args.new]
+    settings = [vllm.version(args.python), halves, job.arguments, [request.tokens for request in requests], args.new]
 
     def ask_all() -> dict[str, Any]:
         name = job.arguments[job.arguments.index("--served-model-name") + 1]
@@ -128,13 +128,13 @@ def served(args: argparse.Namespace, requests: Sequence[TokenizedPrompt], *, dra
             return asdict(Served(answers, *counters(url)))
 
     answered = Kept(WORK).keep if args.again else Kept(WORK).entry
-    return Served(**answered("served", asked, lambda _: ask_all()).value)
+    return Served(**answered("served", settings, lambda _: ask_all()).value)
 
 
 def ours(pair: LoadedPair, request: TokenizedPrompt, new: int, k: int) -> Generation:
-    law, eos_ids = Sampling(), pair.model.arch.eos_ids
+    sampling, eos_ids = Sampling(), pair.model.arch.eos_ids
     drafter = pair.drafter if k else None
-    return generate(pair.target, drafter, Fixed(k), request.tokens, new, law, eos_ids, torch.Generator())
+    return generate(pair.target, drafter, Fixed(k), request.tokens, new, sampling, eos_ids, torch.Generator())
 
 
 def parting(request: TokenizedPrompt, some: Sequence[int], other: Sequence[int]) -> tuple[int, Parting | None]:
@@ -150,14 +150,14 @@ def compared(
     pair: LoadedPair, requests: Sequence[TokenizedPrompt], answers: Mapping[str, Sequence[list[int]]]
 ) -> Iterator[Row]:
     """Answers of each engine beside those of the next: up to where they are equal, and what is known of that place."""
-    found: list[tuple[Row, Parting | None]] = []
+    rows: list[tuple[Row, Parting | None]] = []
     for (one, some), (other, others) in pairwise(answers.items()):
         for request, a, b in zip(requests, some, others, strict=True):
             shared, at = parting(request, a, b)
             row = {"compared": f"{one} and {other}", "category": request.category, "tokens": len(a)}
-            found.append((row | {"equal_until": shared}, at))
-    judged = iter(judge(pair, [at for _, at in found if at is not None]))
-    for row, at in found:
+            rows.append((row | {"equal_until": shared}, at))
+    judged = iter(judge(pair, [at for _, at in rows if at is not None]))
+    for row, at in rows:
         yield row if at is None else row | next(judged)
 
 
@@ -166,19 +166,19 @@ def int8_products(python: Path, pair: Path) -> Row:
     script = Path(__file__).with_name("int8.py")
     command = [python, script, pair / "target"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
-    found: Row = json.loads(done.stdout.splitlines()[-1])
-    return {"compared": INT8} | found
+    error: Row = json.loads(done.stdout.splitlines()[-1])
+    return {"compared": INT8} | error
 
 
 def acceptance(name: str, drafts: int, accepted: Sequence[int]) -> Row:
     """By position of the steps that reached it, and in all, with 95 % intervals."""
     reached = [drafts, *accepted[:-1]]
     positions = [round(a / n, 4) if n else None for a, n in zip(accepted, reached, strict=True)]
-    tested, stood = sum(reached), sum(accepted)
-    low, high = wilson_interval(stood, tested)
-    alpha = {"alpha": round(stood / tested, 4), "ci": [round(low, 4), round(high, 4)], "n": tested}
+    tested, total = sum(reached), sum(accepted)
+    low, high = wilson_interval(total, tested)
+    alpha = {"alpha": round(total / tested, 4), "ci": [round(low, 4), round(high, 4)], "n": tested}
     return (
-        {"engine": name, "drafts": drafts, "tokens_per_step": round(1 + stood / drafts, 4)}
+        {"engine": name, "drafts": drafts, "tokens_per_step": round(1 + total / drafts, 4)}
         | alpha
         | {"by_position": positions}
     )
@@ -216,8 +216,8 @@ def others(pair: str) -> list[Row]:
 
 def overflow(rows: Sequence[Row]) -> float:
     """Error of vLLM's INT8 products; 0 where they are exact, or not used."""
-    found = max((r["error"] for r in rows if r.get("compared") == INT8), default=0.0)
-    return found if found > EXACT else 0.0
+    error = max((r["error"] for r in rows if r.get("compared") == INT8), default=0.0)
+    return error if error > EXACT else 0.0
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
@@ -247,10 +247,10 @@ def main() -> int:
     args = parser.parse_args()
     args.pair = args.pair or made(args.target)
     os.environ |= ENVIRONMENT
-    found = vllm.version(args.python)
+    version = vllm.version(args.python)
     name = read_manifest(args.pair).name
     rows = [{"pair": name} | row for row in rows_of(args)]
-    write_baseline(BASELINE, environment() | {"vllm": found}, [*others(name), *rows])
+    write_baseline(BASELINE, environment() | {"vllm": version}, [*others(name), *rows])
     print(*map(json.dumps, rows), sep="\n")
     if error := overflow(rows):
         print(f"vLLM's INT8 products are {error:.1%} off on this CPU: its texts are compared with its own alone")

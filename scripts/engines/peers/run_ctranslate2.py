@@ -23,7 +23,7 @@ class CTranslate2:
     def generate(self, prompts: Prompts, new: int, speculation: Options, clock: Clock) -> list[list[int]]:
         assert not speculation, f"no speculation here: {speculation}"
 
-        def told(step: ctranslate2.GenerationStepResult) -> bool:
+        def clocked(step: ctranslate2.GenerationStepResult) -> bool:
             clock.add(1, step.batch_id)
             return False
 
@@ -34,7 +34,7 @@ class CTranslate2:
             sampling_topk=1,
             end_token=[self._tokens[0]],
             include_prompt_in_result=False,
-            callback=told,
+            callback=clocked,
         )
         return [result.sequences_ids[0] for result in results]
 

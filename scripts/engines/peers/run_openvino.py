@@ -28,7 +28,7 @@ class OpenVINO:
             clock.ttft_s, clock.first = result.perf_metrics.get_ttft().mean / 1000, len(prompts)
             return [list(tokens) for tokens in result.tokens]
 
-        class Told(genai.StreamerBase):  # type: ignore[misc, unused-ignore]  # may carry no types
+        class Clocked(genai.StreamerBase):  # type: ignore[misc, unused-ignore]  # may carry no types
             def write(self, tokens: Any) -> genai.StreamingStatus:
                 clock.add(len(tokens) if isinstance(tokens, list) else 1)
                 return genai.StreamingStatus.RUNNING
@@ -36,7 +36,7 @@ class OpenVINO:
             def end(self) -> None:
                 pass
 
-        return [list(tokens) for tokens in self._pipeline.generate(inputs, config, Told()).tokens]
+        return [list(tokens) for tokens in self._pipeline.generate(inputs, config, Clocked()).tokens]
 
     def write_logits(self, ids: Sequence[int], path: str) -> None:
         core = ov.Core()
@@ -45,8 +45,8 @@ class OpenVINO:
         inputs = {"input_ids": row, "attention_mask": np.ones_like(row), "position_ids": np.arange(len(ids))[None]}
         names = {name for port in request.model_inputs for name in port.names}
         inputs["beam_idx"] = np.zeros(1, dtype=np.int32)
-        found = request.infer({name: value for name, value in inputs.items() if name in names})
-        next(iter(found.values()))[0].astype(np.float32).tofile(path)
+        outputs = request.infer({name: value for name, value in inputs.items() if name in names})
+        next(iter(outputs.values()))[0].astype(np.float32).tofile(path)
 
 
 if __name__ == "__main__":

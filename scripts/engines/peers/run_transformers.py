@@ -26,12 +26,12 @@ class Transformers:
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, new: int, speculation: Options, clock: Clock) -> list[list[int]]:
-        length, told = len(prompts[0]), [len(prompts[0])]
+        length, seen = len(prompts[0]), [len(prompts[0])]
 
         def tell(ids: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
             for i in range(len(ids)):
-                clock.add(ids.shape[1] - told[0], i)
-            told[0] = ids.shape[1]
+                clock.add(ids.shape[1] - seen[0], i)
+            seen[0] = ids.shape[1]
             return torch.zeros(len(ids), dtype=torch.bool)
 
         ids = torch.tensor(prompts)

@@ -30,10 +30,10 @@ class VLLM:
 
     def generate(self, prompts: Prompts, new: int, speculation: Options, clock: Clock) -> list[list[int]]:
         assert not speculation, f"no speculation here: {speculation}"
-        engine, law = self._llm.llm_engine, SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        law.detokenize = False
+        engine, sampling = self._llm.llm_engine, SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        sampling.detokenize = False
         for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), law)
+            engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), sampling)
         answers: list[list[int]] = [[] for _ in prompts]
         while engine.has_unfinished_requests():
             for output in engine.step():

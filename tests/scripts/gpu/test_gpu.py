@@ -94,7 +94,7 @@ def test_the_table_is_whole(run: tuple[dict[str, Any], dict[str, Any], str]) -> 
 def test_acceptance_on_real_weights_is_counted(run: tuple[dict[str, Any], dict[str, Any], str]) -> None:
     """Catches a draft that is another model than its target's copy: one in four bits agrees more than chance."""
     rows = [row for row in run[0]["rows"] if row["part"] == "acceptance"]
-    assert {(row["arm"], row["law"]) for row in rows} == {
+    assert {(row["arm"], row["sampling"]) for row in rows} == {
         (f"{scheme}, drafts W4A16", law) for scheme in ("BF16", "FP8") for law in ("greedy", "temperature 1")
     }
     assert all(0.3 < row["alpha"] <= 1 for row in rows)
