@@ -16,6 +16,7 @@ target's.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 import json
 from pathlib import Path
@@ -88,11 +89,14 @@ def read(
 ) -> Eagle3:
     """A head for a target of these embedding and output rows; its stored INT8 layers stay INT8.
 
-    Raises `SourceError` for what is missing, contradicts itself or leads out of the vocabulary; `PairError` for a head
+    An embedding that is stored, and equal to the target's, is taken for that. Raises `SourceError` for what is missing,
+    contradicts itself or leads out of the vocabulary; `PairError` for a head
     of another target.
     """
     stored = _tensors(folder)
     shape = _shape(read_config(folder), stored, folder, target, taps)
+    if shape.own_embedding and _equal(stored["embed_tokens.weight"], embedding_VH):
+        shape, stored = replace(shape, own_embedding=False), stored.without(["embed_tokens.weight"])
     reader = HeadReader(stored, folder, _names(shape.n_layers), _FIX)
     ids_D = _draft_ids(reader, stored, shape, folder) if shape.draft_vocab else None
     head = Eagle3(shape, ids_D, embedding_VH, device="meta")
@@ -378,6 +382,12 @@ def _draft_ids(reader: HeadReader, stored: LazyTensors, shape: Eagle3Shape, fold
     if flags_V is not None and not bool(flags_V[ids_D].all()):
         raise SourceError(f"{folder}: d2t", "leads to ids that t2d does not mark", _FIX)
     return ids_D
+
+
+def _equal(rows: Tensor, others: Tensor) -> bool:
+    """Whether two matrices hold the same numbers; compared in parts, of which float32 copies are made."""
+    pairs = zip(rows.split(4096), others.split(4096), strict=False)
+    return rows.shape == others.shape and all(torch.equal(a.float(), b.float()) for a, b in pairs)
 
 
 def _identity(name: str, shape: Eagle3Shape) -> bool:

@@ -182,6 +182,16 @@ def test_rows_that_are_not_stored_are_the_targets(tmp_path):
     assert torch.equal(read(tmp_path).embed(torch.arange(40)), head.embed(torch.arange(40)))
 
 
+def test_an_embedding_that_is_the_targets_is_not_kept_twice(tmp_path):
+    """Would catch a pair that stores the target's largest matrix again, as libraries write heads."""
+    stored(tmp_path, own_embedding=True)
+    restore(tmp_path, embed_tokens__weight=EMBEDDING.bfloat16())
+    head = eagle3.read(tmp_path, TARGET, EMBEDDING.bfloat16(), OUTPUT)
+    assert not head.shape.own_embedding
+    assert torch.equal(head.embed(torch.arange(40)), EMBEDDING.bfloat16().float())
+    assert read(tmp_path).shape.own_embedding
+
+
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForCausalLM"]}, "no EAGLE-3 head"),
     ({"speculators_model_type": "dflash"}, "no EAGLE-3 head"),
@@ -295,6 +305,23 @@ LIBRARY: list[dict[str, Any]] = [
     {"n_layers": 2, "rope_theta": 5e5},
     {"window": 4},
 ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_heads_that_the_library_writes_are_read(tmp_path, kind):
+    """Would catch nested rotations, empty fields and class names as the library writes them."""
+    core = pytest.importorskip("speculators.models.eagle3.core", reason="needs the library speculators")
+    stored(tmp_path / "ours", "speculators", own_embedding=True, qk_norm=kind == "qwen3", norm_output=True)
+    config = json.loads((tmp_path / "ours/config.json").read_text())
+    fields = {name: value for name, value in config.items() if name not in ("qspec", "torch_dtype", "architectures")}
+    fields["transformer_layer_config"]["_attn_implementation"] = "eager"
+    model = core.Eagle3DraftModel(core.Eagle3SpeculatorConfig(**fields)).float()
+    model.load_state_dict(dict(read_tensors(tmp_path / "ours")), strict=False)
+    model.save_pretrained(tmp_path / "library")
+    assert "rope_theta" not in json.loads((tmp_path / "library/config.json").read_text())["transformer_layer_config"]
+    mine, its = read(tmp_path / "ours"), read(tmp_path / "library")
+    assert mine.shape == its.shape
+    assert all(torch.equal(tensor, its.state_dict()[name]) for name, tensor in mine.state_dict().items())
 
 
 @pytest.mark.parametrize("form", FORMATS)
