@@ -22,7 +22,7 @@ from scripts.measured import list_of_claims
 
 Row = Mapping[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("cpu", "fidelity", "measured")))
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("cpu", "fidelity", "measured", "vllm")))
 CORPORA = {"wikitext2": "WikiText-2", "code": "code", "pud_zh": "Chinese", "pud_ko": "Korean"}
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
 
@@ -297,6 +297,35 @@ def draft_length() -> str:
     return f"n = {rows[0]['n']} prompts.\n\n{settings}\n\n{table(head, lines)}"
 
 
+PAIRS = {
+    "smollm2-135m-float-target": "float, an INT8 copy drafts",
+    "smollm2-135m-int8-target": "INT8, an INT8 copy drafts",
+    "smollm2-135m-int8-cpu": "INT8 with smoothing, the MLP head drafts",
+}
+
+
+def in_vllm() -> str:
+    """Where vLLM's plain answers part from qspec's, and the share of tested draft tokens that each accepts."""
+    rows = read("vllm_cpu")["rows"]
+    parting, accepted = [], []
+    for pair, shown in PAIRS.items():
+        of_pair = [row for row in rows if row["pair"] == pair]
+        for row in (row for row in of_pair if row.get("compared") == "qspec and vLLM"):
+            cells = ["equal", "", "", "", ""]
+            if "gap" in row:
+                numbers = [three(row[name]) for name in ("gap", "rounding", "moved")]
+                cells = [str(row["equal_until"]), *numbers, f"{row['changed_own']} of {row['draws']}"]
+            verdict = {True: "near tie", False: "overflow", None: ""}[row.get("near_tie")]
+            parting.append([shown, row["category"], *cells, verdict])
+        alphas = {row["engine"]: ratio(row["alpha"], row["ci"]) for row in of_pair if "engine" in row}
+        speculative = [row for row in of_pair if row.get("compared") == "vLLM and vLLM with its draft"]
+        equal = sum(row["equal_until"] == row["tokens"] for row in speculative)
+        accepted.append([shown, *alphas.values(), f"{equal} of {len(speculative)}"])
+    head = ["target and draft", "prompt", "parts at", "gap", "rounding", "moved", "qspec chose otherwise", ""]
+    columns = ["target and draft", "accepted, qspec", "accepted, vLLM", "vLLM's answers equal with drafts and without"]
+    return f"{table(head, parting)}\n\n{table(columns, accepted)}"
+
+
 def temperature() -> str:
     """Acceptance by temperature, of the head and of prompt lookup."""
     found = {
@@ -359,6 +388,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         groups,
         draft_length,
         temperature,
+        in_vllm,
         ablation,
         kv,
         list_of_claims,

@@ -3,7 +3,8 @@
 Drafts and draft-length policies on Spec-Bench's prompts: tokens per step, acceptance and speedup of
 eval/matrices/spec_bench.yaml. Plain decoding and every draft under every policy answer each prompt in turns. Prompts
 are kept in runs/bench_spec, one of each category after the other, and not asked again; the rows go to
-eval/baselines/spec_bench.json.
+eval/baselines/<matrix>.json.
+  --matrix FILE    another matrix, such as eval/matrices/eagle3.yaml
   --only PATTERN   subjects of the matrix whose name holds the regular expression    --again   begin anew
   --list           what is kept    --rows   rows of what is kept, ask nothing    --threads N
 """
@@ -39,7 +40,7 @@ from scripts.common import digest, read_options, write_baseline
 from scripts.drafts.matrix import SpecSubject, read_spec_matrix
 
 WORK = Path("runs/bench_spec")
-BASELINE = Path("eval/baselines/spec_bench.json")
+BASELINES = Path("eval/baselines")
 NO_CEILING = Measurement(metric="memory read", value=float("nan"), unit="B/s", n=0)
 PLAIN = "plain"
 Row = dict[str, Any]
@@ -247,7 +248,8 @@ def main() -> None:
         Bench(comparison, progress).run()
     progress.close()
     rows = [row for comparison in every for row in rows_of(comparison)]
-    write_baseline(BASELINE, environment() | {"torch threads": str(torch.get_num_threads())}, rows)
+    baseline = BASELINES / f"{args.matrix.stem}.json"
+    write_baseline(baseline, environment() | {"torch threads": str(torch.get_num_threads())}, rows)
     print(*table(rows), sep="\n")
 
 
