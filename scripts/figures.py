@@ -328,16 +328,16 @@ def in_vllm() -> str:
 
 def temperature() -> str:
     """Acceptance by temperature, of the head and of prompt lookup."""
-    found = {
+    by_arm = {
         (row["arm"], row["temperature"]): row
         for row in read("temperature")["speed"]["acceptance"]
         if row["category"] == "all"
     }
     lines = []
-    for degree in sorted({degree for _, degree in found}):
+    for degree in sorted({degree for _, degree in by_arm}):
         cells = []
         for arm in ("quantized + draft", "quantized + prompt lookup"):
-            row = found[arm, degree]
+            row = by_arm[arm, degree]
             cells += [
                 ratio(row["alpha"]["value"], row["alpha"]["ci"]),
                 ratio(row["tokens_per_step"], row["tokens_per_step_ci"]),

@@ -107,7 +107,7 @@ def _git(*arguments: str) -> str:
 
 
 def main() -> int:
-    older = {name: found for name in CLAIMS if (found := changes(name))}
+    older = {name: commits for name in CLAIMS if (commits := changes(name))}
     for name in CLAIMS:
         print(f"{name}: {len(older.get(name, ()))} commits since" if name in older else f"{name}: as it was measured")
         print(*(f"    {line}" for line in older.get(name, ())), sep="\n", end="\n" if name in older else "")

@@ -142,6 +142,13 @@ def syntax(modules: Iterable[str]) -> Iterator[tuple[str, ast.AST]]:
             yield module, node
 
 
+def studies() -> Iterator[tuple[str, ast.AST]]:
+    """Every part of the text of every script, with the script's path."""
+    for path in sorted((ROOT / "scripts").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            yield str(path.relative_to(ROOT)), node
+
+
 def bound(node: ast.AST) -> str:
     """The name that a node gives to a variable, an argument, a function, a class or an attribute; else nothing."""
     match node:
@@ -162,6 +169,7 @@ def test_names_are_nouns_and_docstrings_have_subjects():
             case ast.Expr(value=ast.Constant(value=str(text))) if text.split()[:1] in (["Of"], ["What"], ["Whose"]):
                 headless.add((module, text.partition("\n")[0]))
     assert (vague, headless) == (STORED, set())
+    assert [(path, bound(node)) for path, node in studies() if VAGUE & set(bound(node).lower().split("_"))] == []
 
 
 def test_each_public_class_has_a_name_of_its_own():

@@ -113,8 +113,8 @@ def read_whole(lm: LM, prompt: list[int], answer: list[int]) -> list[Draft]:
     Behind a token that does not agree they are those that the model would draft behind the text's.
     """
     lm.truncate(0)
-    laws_TV = lm.forward(torch.tensor([*prompt, *answer[:-1]]), last=len(answer) - 1).softmax(-1)
-    sure, tokens = (part.tolist() for part in laws_TV.max(-1))
+    probs_TV = lm.forward(torch.tensor([*prompt, *answer[:-1]]), last=len(answer) - 1).softmax(-1)
+    sure, tokens = (part.tolist() for part in probs_TV.max(-1))
     right = [token == text for token, text in zip(tokens, answer[1:], strict=True)]
     drafts = []
     for at in range(len(right)):

@@ -59,23 +59,25 @@ def answers(target: QuantizedModel, greedy: bool, options: argparse.Namespace) -
     spec = BenchmarkSpec(per_category=options.per_category, categories=CATEGORIES, max_new_tokens=options.tokens)
     requests = load_requests(spec, target.tokenizer, 1024 - options.tokens)[0]
     lm = open_decoder(target, max_length=1024)
-    asked = TrainingData(answer_tokens=options.tokens, greedy=float(greedy))
-    return list(answer(lm, [r.tokens for r in requests], asked, target.arch.eos_ids, torch.Generator().manual_seed(0)))
+    training = TrainingData(answer_tokens=options.tokens, greedy=float(greedy))
+    return list(
+        answer(lm, [r.tokens for r in requests], training, target.arch.eos_ids, torch.Generator().manual_seed(0))
+    )
 
 
 def acceptance(head: MLPSpeculator, rollouts: list[Rollout], greedy: bool) -> list[list[float]]:
     """Of each answer: what share of each head's drafts would stand, had all before them stood."""
     shape, learner = head.shape, HeadLearner(head)
     long_enough = [one for one in rollouts if len(one.tokens_T) > shape.n_predict + 1]
-    told = [learner.judge(lay_out([one], shape.n_predict, head.ids_D, shape.vocab_size)) for one in long_enough]
-    return [one.greedy if greedy else one.sampled for one in told]
+    judged = [learner.judge(lay_out([one], shape.n_predict, head.ids_D, shape.vocab_size)) for one in long_enough]
+    return [one.greedy if greedy else one.sampled for one in judged]
 
 
-def rows_of(found: Mapping[str, list[list[float]]]) -> Iterator[Row]:
+def rows_of(by_head: Mapping[str, list[list[float]]]) -> Iterator[Row]:
     """Of one target and temperature, by what heads were trained on: means over answers, then the paired difference."""
-    steps = {name: [expected_tokens(rates) for rates in told] for name, told in found.items()}
-    for name, told in found.items():
-        rates = [sum(head) / len(head) for head in zip(*told, strict=True)]
+    steps = {name: [expected_tokens(rates) for rates in rates_by_answer] for name, rates_by_answer in by_head.items()}
+    for name, rates_by_answer in by_head.items():
+        rates = [sum(head) / len(head) for head in zip(*rates_by_answer, strict=True)]
         yield {"trained_on": name, "per_head": [round(rate, 4) for rate in rates]} | spread(steps[name])
     quantized, original = (steps[name] for name in TARGETS)
     differences = [a - b for a, b in zip(quantized, original, strict=True)]
@@ -108,11 +110,11 @@ def main() -> None:
         heads = {name: open_head(folder, model) for name, folder in folders.items()}
         for greedy in (True, False):
             judged = answers(model, greedy, options)
-            found = {name: acceptance(head, judged, greedy) for name, head in heads.items()}
-            rows += [{"target": target, "temperature": float(not greedy)} | row for row in rows_of(found)]
+            by_head = {name: acceptance(head, judged, greedy) for name, head in heads.items()}
+            rows += [{"target": target, "temperature": float(not greedy)} | row for row in rows_of(by_head)]
     progress.close()
-    told = {name: str(value) for name, value in vars(options).items()}
-    write_baseline(BASELINE, environment() | told | {"states a step": str(BATCH)}, rows)
+    settings = {name: str(value) for name, value in vars(options).items()}
+    write_baseline(BASELINE, environment() | settings | {"states a step": str(BATCH)}, rows)
     print(*rows, sep="\n")
 
 

@@ -189,8 +189,8 @@ def row(runs: list[Run], plain: list[Run]) -> Row:
 
 def spread(values: Iterable[float]) -> list[float]:
     """Quartiles; the value itself where there is one."""
-    found = list(values)
-    first, _, third = quantiles(found, method="inclusive") if len(found) > 1 else found * 3
+    known = list(values)
+    first, _, third = quantiles(known, method="inclusive") if len(known) > 1 else known * 3
     return [round(first, 3), round(third, 3)]
 
 
@@ -220,8 +220,8 @@ def path_of(name: str, subject: OffloadSubject) -> Path:
 
 def kept(name: str, subject: OffloadSubject) -> list[Row]:
     path = path_of(name, subject)
-    found: list[Row] = json.loads(path.read_bytes()) if path.exists() else []
-    return found
+    rows: list[Row] = json.loads(path.read_bytes()) if path.exists() else []
+    return rows
 
 
 if __name__ == "__main__":

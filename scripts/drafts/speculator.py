@@ -71,13 +71,13 @@ def drafters(pair: LoadedPair, head: MLPSpeculator) -> dict[str, Drafter]:
 def models(pair: LoadedPair, folders: Mapping[str, Path]) -> dict[str, Drafter]:
     """Draft models of `qspec train-draft` by name, in INT8 as a pair would have them, heads included."""
     spec, eos_ids, tokens = QuantSpec(**INT8), pair.model.arch.eos_ids, real_vocab(pair.model.tokenizer)
-    found: dict[str, Drafter] = {}
+    drafters: dict[str, Drafter] = {}
     with TemporaryDirectory() as work:
         for name, folder in folders.items():
             model = quantize_checkpoint(ModelSpec(model=str(folder), quantization=spec), Path(work) / name)
             lm = open_decoder(model, max_length=pair.target.max_length)
-            found[name] = ModelDrafter(lm, pair.model.arch.vocab_size, eos_ids, tokens)
-    return found
+            drafters[name] = ModelDrafter(lm, pair.model.arch.vocab_size, eos_ids, tokens)
+    return drafters
 
 
 def curve_rows(name: str, folder: Path) -> Iterator[dict[str, Any]]:
@@ -106,8 +106,8 @@ def measured(
     for i, request in enumerate(requests):
         for name, drafter in arms.items():
             eos_ids, generator = pair.model.arch.eos_ids, torch.Generator().manual_seed(i)
-            asked = request.tokens, tokens, Sampling(temperature), eos_ids, generator
-            yield Run(name, temperature, 0, i, generate(pair.target, drafter, Fixed(k), *asked))
+            given = request.tokens, tokens, Sampling(temperature), eos_ids, generator
+            yield Run(name, temperature, 0, i, generate(pair.target, drafter, Fixed(k), *given))
         progress.say(f"{i + 1} of {len(requests)} prompts")
 
 
@@ -116,23 +116,23 @@ def rows_of(runs: list[Run], requests: list[TokenizedPrompt]) -> Iterator[dict[s
     chat = [TokenizedPrompt("chat", request.tokens) if request.category in CHAT else request for request in requests]
     for name in dict.fromkeys(run.arm for run in runs):
         own = [run for run in runs if run.arm == name and steps_of([run])]
-        grouped = [found for found in acceptance(name, own, chat, {}) if found.category == "chat"]
-        for found in [*grouped, *acceptance(name, own, requests, {})]:
-            kinds = {"all": CATEGORIES, "chat": CHAT}.get(found.category, (found.category,))
+        grouped = [group for group in acceptance(name, own, chat, {}) if group.category == "chat"]
+        for group in [*grouped, *acceptance(name, own, requests, {})]:
+            kinds = {"all": CATEGORIES, "chat": CHAT}.get(group.category, (group.category,))
             mine = [run for run in own if requests[run.prompt].category in kinds]
             drafting = [step.t_draft for step in steps_of(mine) if step.drafted]
             yield {
                 "drafter": name,
-                "category": found.category,
-                "temperature": found.temperature,
-                "alpha": round(found.alpha.value, 4),
-                "alpha_ci": [round(end, 4) for end in found.alpha.ci or ()],
-                "tokens_per_step": round(found.tokens_per_step, 4),
-                "ci": [round(end, 4) for end in found.tokens_per_step_ci or ()],
-                "per_position": [round(rate, 4) for rate in found.per_position],
+                "category": group.category,
+                "temperature": group.temperature,
+                "alpha": round(group.alpha.value, 4),
+                "alpha_ci": [round(end, 4) for end in group.alpha.ci or ()],
+                "tokens_per_step": round(group.tokens_per_step, 4),
+                "ci": [round(end, 4) for end in group.tokens_per_step_ci or ()],
+                "per_position": [round(rate, 4) for rate in group.per_position],
                 "draft_ms": round(1000 * median(drafting), 3) if drafting else None,
                 "verify_ms": round(1000 * median(step.t_verify for step in steps_of(mine)), 3),
-                "n": found.prompts,
+                "n": group.prompts,
             }
 
 

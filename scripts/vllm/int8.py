@@ -22,12 +22,12 @@ def errors(w_NK: Tensor, kernels: Any) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     x_TK = torch.randn(ROWS, w_NK.shape[1], generator=generator)
     x_TK = (127 * x_TK / x_TK.abs().amax(1, keepdim=True)).round().to(torch.int8)
-    found_TN = torch.empty(ROWS, len(w_NK))
+    sums_TN = torch.empty(ROWS, len(w_NK))
     x_scale_T1, w_scale_1N = torch.ones(ROWS, 1), torch.ones(1, len(w_NK))
     handler = kernels.create_onednn_scaled_mm(w_NK.t(), w_scale_1N, torch.float32, True, False)
-    kernels.onednn_scaled_mm(handler, x_TK, found_TN, x_scale_T1, None, None, None)
+    kernels.onednn_scaled_mm(handler, x_TK, sums_TN, x_scale_T1, None, None, None)
     exact_TN = x_TK.double() @ w_NK.double().t()
-    off_TN = (found_TN - exact_TN).abs()
+    off_TN = (sums_TN - exact_TN).abs()
     return float(off_TN.norm() / exact_TN.norm()), float((off_TN > 0.5).double().mean())
 
 
