@@ -27,7 +27,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"policy": "optimal", "k": 3, "by_batch": [[1, 8, 2]]},
 )
 
-LAWS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.1, "top_p": 0.95, "seed": 9})
+SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.1, "top_p": 0.95, "seed": 9})
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedPair]:
     }
 
 
-@pytest.mark.parametrize("law", LAWS, ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{policy['policy']} {len(policy)}")
 @pytest.mark.parametrize("name", ["self", "both", "suffix"])
 def test_answers_are_those_of_plain_decoding(
-    pairs: dict[str, LoadedPair], name: str, policy: dict[str, Any], law: dict[str, Any]
+    pairs: dict[str, LoadedPair], name: str, policy: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     """Catches a draft kind or policy of the recipe that the engine runs at the price of another answer."""
     fields = {"draft_length": {**policy}}
@@ -55,8 +55,8 @@ def test_answers_are_those_of_plain_decoding(
     pair = replace(pairs[name], policy=draft_policy(job.speculation.draft_length))
     steps = []
     for _ in range(2):
-        plain = pair.generate("the quick", 24, speculative=False, **law).generation
-        drafted = pair.generate("the quick", 24, domain="fox", **law).generation
+        plain = pair.generate("the quick", 24, speculative=False, **sampling).generation
+        drafted = pair.generate("the quick", 24, domain="fox", **sampling).generation
         assert drafted.tokens == plain.tokens
         assert not any(step.drafted for step in plain.steps)
         steps += drafted.steps
@@ -112,22 +112,22 @@ def test_trees_are_refused_where_a_cache_rounds_by_position() -> None:
         Recipe.model_validate(job)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
 @pytest.mark.parametrize("speculative", [True, False])
 @pytest.mark.parametrize("name", ["self", "both", "suffix"])
 def test_a_batch_answers_as_one_by_one(
-    pairs: dict[str, LoadedPair], name: str, speculative: bool, law: dict[str, Any]
+    pairs: dict[str, LoadedPair], name: str, speculative: bool, sampling: dict[str, Any]
 ) -> None:
     """Catches requests of a batch that share a draft cache, a policy, a seed or a stream of text."""
     pair, asked = pairs[name], ["the quick", "brown fox jumps", "over"]
-    each = [law | {"seed": law["seed"] + i} if law else law for i in range(3)]
+    each = [sampling | {"seed": sampling["seed"] + i} if sampling else sampling for i in range(3)]
     want = [pair.generate(prompt, 16, speculative=False, **one) for prompt, one in zip(asked, each, strict=True)]
     said = ["", "", ""]
 
     def hear(i: int, text: str) -> None:
         said[i] += text
 
-    got = pair.generate_batch(asked, 16, speculative=speculative, on_text=hear, **law)
+    got = pair.generate_batch(asked, 16, speculative=speculative, on_text=hear, **sampling)
     assert [answer.generation.tokens for answer in got] == [answer.generation.tokens for answer in want]
     assert said == [answer.text for answer in got] == [answer.text for answer in want]
     drafted = any(step.drafted for answer in got for step in answer.generation.steps)

@@ -304,12 +304,12 @@ def test_a_fault_costs_its_own_request(
     pair: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Would catch one request that ends everyone's, and a place in the batch that stays broken for the next one."""
-    law = Sampling.probs
+    whole_probs = Sampling.probs
 
     def fails(self: Sampling, logits_TV: Any) -> Any:
         if self.temperature == 0.77 and len(logits_TV) > 1:
             raise IndexError("outside the vocabulary")
-        return law(self, logits_TV)
+        return whole_probs(self, logits_TV)
 
     fields = {"max_tokens": 40, "ignore_eos": True, "seed": 4}
     asked = [{"prompt": text, "temperature": t} for text, t in (("over", 0), ("fox", 0.77), ("lazy", 0.9), ("a", 0))]

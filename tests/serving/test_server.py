@@ -39,11 +39,11 @@ def alone(pair: Path) -> LoadedPair:
 
 
 def test_answers_are_those_of_the_pair(served: tuple[Server, str], alone: LoadedPair) -> None:
-    """Would catch another template, law or seed than those of `generate`, and a reply that no client can read."""
+    """Would catch another template, sampling or seed than those of `generate`, and a reply that no client can read."""
     _, url = served
-    for law in ({"temperature": 0.0}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}):
-        want = alone.generate(TEXTS[0], 24, **law)
-        got = chat(url, TEXTS[0], max_tokens=24, **law).json()
+    for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}):
+        want = alone.generate(TEXTS[0], 24, **sampling)
+        got = chat(url, TEXTS[0], max_tokens=24, **sampling).json()
         (choice,) = got["choices"]
         assert choice["message"] == {"role": "assistant", "content": want.text}
         assert choice["finish_reason"] == ("stop" if want.generation.stopped == "eos" else "length")
@@ -60,12 +60,12 @@ def test_answers_are_those_of_the_pair(served: tuple[Server, str], alone: Loaded
 
 def test_requests_share_passes_and_nothing_else(pair: Path, alone: LoadedPair) -> None:
     """Would catch an answer that depends on who else asks, and requests that wait for each other to end."""
-    laws: list[dict[str, Any]] = [
+    samplings: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.8, "seed": 5},
         {"temperature": 1.2, "seed": 9},
     ]
-    asked = [(text, laws[i % 3], 8 + 7 * i) for i, text in enumerate(TEXTS)]
+    asked = [(text, samplings[i % 3], 8 + 7 * i) for i, text in enumerate(TEXTS)]
     together, step = list[int](), Batch.step
     with running(pair, at_once=3) as (server, url), pytest.MonkeyPatch.context() as patch:
 
@@ -80,8 +80,8 @@ def test_requests_share_passes_and_nothing_else(pair: Path, alone: LoadedPair) -
             replies = list(pool.map(lambda one: chat(url, one[0], max_tokens=one[2], ignore_eos=True, **one[1]), asked))
     assert max(together) == 3
     found = [reply.json()["choices"][0]["message"]["content"] for reply in replies]
-    for text, (prompt, law, most) in zip(found, asked, strict=True):
-        want = alone.generate(prompt, most, **law)
+    for text, (prompt, sampling, most) in zip(found, asked, strict=True):
+        want = alone.generate(prompt, most, **sampling)
         assert text.startswith(want.text) if want.generation.stopped == "eos" else text == want.text
 
 

@@ -117,15 +117,15 @@ def test_each_request_is_what_it_would_be_alone(sampling: Sampling, eos: tuple[i
 
 def test_requests_join_and_leave_between_steps() -> None:
     """Catches a request that disturbs those that it joins, in their cache, their draws or their rule."""
-    laws = [GREEDY, Sampling(0.9, top_k=4), GREEDY, Sampling(1.3)]
+    samplings = [GREEDY, Sampling(0.9, top_k=4), GREEDY, Sampling(1.3)]
     asked = [prompt for prompt in prompts() if prompt.max_new_tokens > 1]
     batch, told = Batch(), dict[int, list[int]]()
 
     def tell(number: int, tokens: list[int]) -> None:
         told.setdefault(number, []).extend(tokens)
 
-    for i, (prompt, law) in enumerate(zip(asked, laws, strict=False)):
-        batch.join(i, TableLM(TABLE), prompt, law, ())
+    for i, (prompt, sampling) in enumerate(zip(asked, samplings, strict=False)):
+        batch.join(i, TableLM(TABLE), prompt, sampling, ())
         tell(i, batch.read(i))
         batch.step(tell)  # none ends within so few steps: the shortest has 12 tokens to come, drafts of 8 at most
     assert len(batch) == len(asked) == 3
@@ -136,8 +136,8 @@ def test_requests_join_and_leave_between_steps() -> None:
         if len(batch):
             batch.step(tell)
     want = [prompt for prompt in prompts() if prompt.max_new_tokens > 1]
-    for i, (prompt, law) in enumerate(zip(want, laws, strict=False)):
-        whole = alone(TableLM(TABLE), prompt, law).tokens
+    for i, (prompt, sampling) in enumerate(zip(want, samplings, strict=False)):
+        whole = alone(TableLM(TABLE), prompt, sampling).tokens
         assert told[i] == whole[: len(told[i])]
         assert i == 0 or len(told[i]) == len(whole)
 
@@ -238,15 +238,15 @@ def breaks(thing: T, name: str, after: int, until: float = math.inf) -> T:
 class Parts:
     """A request of a batch, of parts that can be broken."""
 
-    def __init__(self, tokens: list[int], law: Sampling, tree: bool = False) -> None:
-        self.tokens, self.law, self.policy = tokens, replace(law), Fixed(3)
+    def __init__(self, tokens: list[int], sampling: Sampling, tree: bool = False) -> None:
+        self.tokens, self.sampling, self.policy = tokens, replace(sampling), Fixed(3)
         self.target, self.draft = TableLM(TABLE), TableLM(FAIR)
         self.drafter: Drafter = TreeDrafter(self.draft, 2, 3, 6) if tree else ModelDrafter(self.draft)
         self.told: list[int] = []
 
     def join(self, batch: Batch, number: int) -> None:
         prompt = GenerationRequest(self.tokens, 24, Repeatable(number), self.drafter, self.policy)
-        batch.join(number, self.target, prompt, self.law, ())
+        batch.join(number, self.target, prompt, self.sampling, ())
         self.told += batch.read(number)
 
 
@@ -256,7 +256,7 @@ PLACES: dict[str, Callable[[Parts], Any]] = {
     "a draft": lambda parts: breaks(parts.drafter, "_chain", 2),
     "a pass of the draft": lambda parts: breaks(parts.draft, "forward", 5),
     "a pass of the target": lambda parts: breaks(parts.target, "forward", 3),
-    "the distribution": lambda parts: breaks(parts.law, "probs", 2),
+    "the distribution": lambda parts: breaks(parts.sampling, "probs", 2),
     "roll-back": lambda parts: breaks(parts.target, "truncate", 4),
     "what a policy learns": lambda parts: breaks(parts.policy, "update", 2),
     "reading the text": lambda parts: setattr(parts, "told", breaks(Told(), "extend", 3)),
@@ -268,13 +268,18 @@ class Told(list[int]):
 
 
 @pytest.mark.parametrize(
-    ("place", "law"),
-    [(place, law) for place in PLACES for law in (GREEDY, WARM) if place != "the distribution" or not law.greedy],
+    ("place", "sampling"),
+    [
+        (place, sampling)
+        for place in PLACES
+        for sampling in (GREEDY, WARM)
+        if place != "the distribution" or not sampling.greedy
+    ],
 )
-def test_a_fault_ends_its_own_request(place: str, law: Sampling) -> None:
+def test_a_fault_ends_its_own_request(place: str, sampling: Sampling) -> None:
     """Catches one request that ends all, and others whose caches a pass that failed half-way has changed."""
-    whole = run([Parts(text, law) for text in TEXTS[:3]], {})
-    requests = [Parts(text, law) for text in TEXTS[:3]]
+    whole = run([Parts(text, sampling) for text in TEXTS[:3]], {})
+    requests = [Parts(text, sampling) for text in TEXTS[:3]]
     PLACES[place](requests[1])
     faults: dict[int, Exception] = {}
     told = run(requests, faults)

@@ -118,7 +118,7 @@ def test_greedy_tokens_are_those_of_the_engine(
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_sampled_tokens_are_those_of_the_engine(drafts: int, target: LoadedModel, draft: LoadedModel) -> None:
-    """Catches uniform numbers of another step, sequence or purpose, and laws of draft and target that differ."""
+    """Catches uniform numbers of another step, sequence or purpose, and other distributions of draft or target."""
     want = engine(target, draft if drafts else None, WARM, drafts, longer=drafts)
     loop = looped(target, draft if drafts else None, rule_of(WARM), drafts, steps=4)
     found = generate_on_device(loop, asked(), ((1, ALWAYS, drafts),))

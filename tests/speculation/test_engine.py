@@ -1,4 +1,4 @@
-"""The speculative loop against laws and sequences that are known in closed form."""
+"""The speculative loop against distributions and sequences that are known in closed form."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from qspec.speculation.drafters.tree import TreeDrafter
 from qspec.speculation.engine import generate
 from qspec.speculation.length.policies import Fixed, Heuristic
 from qspec.speculation.types import Drafter, DraftLength, Generation, Sampling
-from tests.speculation.toys import DrawnTree, Scripted, ScriptedTree, TableLM, blend, greedy, sequence_law, table
+from tests.speculation.toys import DrawnTree, Scripted, ScriptedTree, TableLM, blend, greedy, sequence_probs, table
 
 GREEDY = Sampling()
 VOCAB = 6
@@ -266,8 +266,8 @@ SAMPLED: dict[str, Callable[[torch.Tensor], Drafter | None]] = {
 @pytest.mark.parametrize(
     "sampling", [Sampling(1.0), Sampling(0.7, top_k=2, top_p=0.9)], ids=["temperature", "filtered"]
 )
-def test_sampled_sequences_follow_the_targets_law(drafter: str, sampling: Sampling) -> None:
-    """Catches a biased draw anywhere between uniforms and committed tokens: reused uniforms, wrong rows, stale laws."""
+def test_sampled_sequences_follow_the_targets_distribution(drafter: str, sampling: Sampling) -> None:
+    """Catches a biased draw anywhere between uniforms and committed tokens: reused uniforms, wrong or stale rows."""
     n, depth, prompt = 800, 3, [2, 0, 1]
     small = table(9, 3)  # few texts, so that each is seen often
     source = SAMPLED[drafter](small)
@@ -275,12 +275,12 @@ def test_sampled_sequences_follow_the_targets_law(drafter: str, sampling: Sampli
     counts = Counter(
         tuple(generate(target, source, Fixed(2), prompt, depth, sampling, (), generator).tokens) for _ in range(n)
     )
-    law = sequence_law(small, sampling, prompt, depth)
-    assert all(law[text] > 0 for text in counts), "a text that the target cannot produce"
+    probs = sequence_probs(small, sampling, prompt, depth)
+    assert all(probs[text] > 0 for text in counts), "a text that the target cannot produce"
     # Cells with fewer than 5 expected counts are pooled, the usual validity rule of the chi-square test.
-    cells = [text for text in law if n * law[text] >= 5]
+    cells = [text for text in probs if n * probs[text] >= 5]
     observed = [counts[text] for text in cells]
-    expected = [n * law[text] for text in cells]
+    expected = [n * probs[text] for text in cells]
     if n - sum(expected) > 1e-6:
         observed.append(n - sum(observed))
         expected.append(n - sum(expected))
@@ -291,7 +291,7 @@ def test_sampled_sequences_follow_the_targets_law(drafter: str, sampling: Sampli
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("vocab", [4, 9])
 def test_draft_of_another_padded_vocabulary(vocab: int, sampling: Sampling) -> None:
-    """Catches ids that the target does not have, and laws of another width than the target's."""
+    """Catches ids that the target does not have, and distributions of another width than the target's."""
     draft = ModelDrafter(TableLM(_resized(vocab)), vocab_size=VOCAB)
     result = run(TableLM(TABLE), draft, Fixed(3), sampling=sampling)
     assert len(result.tokens) == 24

@@ -1,4 +1,4 @@
-"""Every drafter under every policy: greedy output and sampled law stay the target's."""
+"""Every drafter under every policy: greedy output and sampled distribution stay the target's."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from qspec.speculation.engine import generate
 from qspec.speculation.length.cost_aware import CostAware
 from qspec.speculation.length.policies import BatchLimited, Confidence, Fixed, Heuristic
 from qspec.speculation.types import Drafter, DraftLength, Sampling
-from tests.speculation.toys import TableLM, blend, greedy, sequence_law, table
+from tests.speculation.toys import TableLM, blend, greedy, sequence_probs, table
 
 VOCAB = 6
 TABLE = table(1, VOCAB)
@@ -59,10 +59,10 @@ def test_greedy_output_is_that_of_plain_decoding(drafter: str, policy: str) -> N
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), HOT], ids=["temperature", "filtered"])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
-def test_law_of_certain_drafts_is_the_targets_exactly(drafter: str, sampling: Sampling) -> None:
+def test_distribution_of_certain_drafts_is_the_targets_exactly(drafter: str, sampling: Sampling) -> None:
     """Catches lookups whose tokens pass for drawn ones: all texts of three tokens are enumerated."""
     earlier, prompt, depth = [0, 2, 1, 0, 1, 1, 2, 0], [2, 0, 1, 2, 0], 3
-    laws_VVV = sampling.probs(SMALL)
+    probs_VVV = sampling.probs(SMALL)
 
     def walk(text: list[int], probability: float) -> None:
         room = len(prompt) + depth - len(text)
@@ -74,23 +74,23 @@ def test_law_of_certain_drafts_is_the_targets_exactly(drafter: str, sampling: Sa
         source.reset()
         tokens_K = source.propose(text, room - 1, sampling, torch.Generator(), lambda _: True).tokens_K
         rows = [*text, *tokens_K.tolist()]
-        p_K1V = torch.stack([laws_VVV[rows[i - 1], rows[i]] for i in range(len(text) - 1, len(rows))])
+        p_K1V = torch.stack([probs_VVV[rows[i - 1], rows[i]] for i in range(len(text) - 1, len(rows))])
         stands_K = acceptance(tokens_K, None, p_K1V[:-1]).tolist()
         for n in range(len(stands_K) + 1):
             reached = probability * torch.tensor(stands_K[:n], dtype=torch.float64).prod().item()
             reached *= 1 - stands_K[n] if n < len(stands_K) else 1
-            law_V = next_probs(torch.tensor([n]), tokens_K, None, p_K1V)[0]
-            for token, share in enumerate((law_V / law_V.sum()).tolist()):
+            probs_V = next_probs(torch.tensor([n]), tokens_K, None, p_K1V)[0]
+            for token, share in enumerate((probs_V / probs_V.sum()).tolist()):
                 walk([*text, *tokens_K[:n].tolist(), token], reached * share)
 
     found: Counter[tuple[int, ...]] = Counter()
     walk(prompt, 1.0)
-    for text, law in sequence_law(SMALL, sampling, prompt, depth).items():
-        assert found[text] == pytest.approx(law, abs=1e-14)  # a dozen float64 products and sums
+    for text, probability in sequence_probs(SMALL, sampling, prompt, depth).items():
+        assert found[text] == pytest.approx(probability, abs=1e-14)  # a dozen float64 products and sums
 
 
 @pytest.mark.parametrize("drafter", ["model", "suffix + model"])
-def test_stopping_early_leaves_the_law_alone(drafter: str) -> None:
+def test_stopping_early_leaves_the_distribution_alone(drafter: str) -> None:
     """Catches a token dropped for its own improbability: unlikely tokens would come out too seldom."""
     n, depth, prompt, sampling = 1500, 3, [2, 0, 1], Sampling(1.0)
     models = {
@@ -102,9 +102,9 @@ def test_stopping_early_leaves_the_law_alone(drafter: str) -> None:
     counts = Counter(
         tuple(generate(target, source, policy, prompt, depth, sampling, (), generator).tokens) for _ in range(n)
     )
-    law = sequence_law(SMALL, sampling, prompt, depth)
-    cells = [text for text in law if n * law[text] >= 5]  # the usual validity rule of the chi-square test
-    observed, expected = [counts[text] for text in cells], [n * law[text] for text in cells]
+    probs = sequence_probs(SMALL, sampling, prompt, depth)
+    cells = [text for text in probs if n * probs[text] >= 5]  # the usual validity rule of the chi-square test
+    observed, expected = [counts[text] for text in cells], [n * probs[text] for text in cells]
     observed.append(n - sum(observed))
     expected.append(n - sum(expected))
     # Fixed seed, so this cannot flake; 1e-3 over 2 cases leaves 0.2 % that a right engine had failed it.

@@ -1,4 +1,4 @@
-"""A seed gives the same text again, whatever is drafted, and the law of its texts is the target's."""
+"""A seed gives the same text again, whatever is drafted, and the distribution of its texts is the target's."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from qspec.speculation.drafters.tree import TreeDrafter
 from qspec.speculation.engine import generate
 from qspec.speculation.length.policies import Fixed, build
 from qspec.speculation.types import Drafter, DraftLength, Repeatable, Sampling, randomness
-from tests.speculation.toys import DrawnTree, TableLM, blend, sequence_law, table
+from tests.speculation.toys import DrawnTree, TableLM, blend, sequence_probs, table
 
 VOCAB = 6
 TABLE = table(1, VOCAB)
@@ -36,20 +36,20 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-def continued(drafter: Drafter | None, policy: DraftLength | None, prompt: list[int], law: Sampling) -> list[int]:
-    return generate(TableLM(TABLE), drafter, policy, prompt, 40, law, (), Repeatable(7)).tokens
+def continued(drafter: Drafter | None, policy: DraftLength | None, prompt: list[int], sampling: Sampling) -> list[int]:
+    return generate(TableLM(TABLE), drafter, policy, prompt, 40, sampling, (), Repeatable(7)).tokens
 
 
-@pytest.mark.parametrize("law", [WARM, FILTERED], ids=["temperature", "filtered"])
+@pytest.mark.parametrize("sampling", [WARM, FILTERED], ids=["temperature", "filtered"])
 @pytest.mark.parametrize("policy", ["fixed", "heuristic", "confidence", "optimal"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_drafts_do_not_change_the_text_of_a_seed(name: str, policy: str, law: Sampling) -> None:
+def test_drafts_do_not_change_the_text_of_a_seed(name: str, policy: str, sampling: Sampling) -> None:
     """Catches a text that depends on lengths of drafts, on what a lookup remembers, or on what a policy has learned."""
     drafter, length, accepted = DRAFTERS[name](), build(policy, 3, 6), 0
     for prompt in TEXTS * 2:
         target = TableLM(TABLE)
-        found = generate(target, drafter, length, prompt, 40, law, (), Repeatable(7))
-        assert found.tokens == continued(None, None, prompt, law)
+        found = generate(target, drafter, length, prompt, 40, sampling, (), Repeatable(7))
+        assert found.tokens == continued(None, None, prompt, sampling)
         accepted += sum(step.accepted for step in found.steps)
     assert accepted > 0 or policy == "optimal"  # which follows the clock
 
@@ -77,7 +77,7 @@ def test_a_draft_races_by_the_numbers_of_its_position(tokens: int) -> None:
 
 
 def test_a_drafters_own_draws_do_not_matter() -> None:
-    """Catches a rule that trusts the laws which a proposal states, where they are not asked for."""
+    """Catches a rule that trusts the distributions which a proposal states, where they are not asked for."""
 
     class Drawing(DrawnTree):
         def propose(self, context, k, sampling, generator, more=None):  # type: ignore[no-untyped-def]
@@ -88,16 +88,16 @@ def test_a_drafters_own_draws_do_not_matter() -> None:
     assert found == continued(None, None, TEXTS[0], WARM)
 
 
-def test_texts_of_many_seeds_follow_the_targets_law() -> None:
+def test_texts_of_many_seeds_follow_the_targets_distribution() -> None:
     """Catches numbers that are not exponential, or neighbouring positions whose numbers depend on each other."""
     small, n, depth, prompt = table(9, 3), 900, 3, [2, 0, 1]
     counts = Counter(
         tuple(generate(TableLM(small), None, None, prompt, depth, WARM, (), Repeatable(seed)).tokens)
         for seed in range(n)
     )
-    law = sequence_law(small, WARM, prompt, depth)
-    cells = [text for text in law if n * law[text] >= 5]  # the usual validity rule of the chi-square test
-    observed, expected = [counts[text] for text in cells], [n * law[text] for text in cells]
+    probs = sequence_probs(small, WARM, prompt, depth)
+    cells = [text for text in probs if n * probs[text] >= 5]  # the usual validity rule of the chi-square test
+    observed, expected = [counts[text] for text in cells], [n * probs[text] for text in cells]
     observed.append(n - sum(observed))
     expected.append(n - sum(expected))
     assert chisquare(observed, expected, sum_check=False).pvalue > 1e-3  # seeds are fixed: this cannot flake

@@ -87,7 +87,7 @@ def test_best_length_follows_measured_costs() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=4)], ids=["greedy", "sampled"])
 def test_teacher_forced_rates_are_sums_of_minima_behind_every_token(sampling: Sampling) -> None:
-    """Catches laws of the wrong rows, unfiltered laws, or a draft's padding that takes mass."""
+    """Catches distributions of the wrong rows, unfiltered distributions, or a draft's padding that takes mass."""
     target, wide = table(1, 6), torch.full((6, 6, 9), 30.0, dtype=torch.float64)
     wide[..., :6] = draft = blend(2, target, 0.4)
     prompt, answer = [3, 1, 4], [2, 2, 0, 5]

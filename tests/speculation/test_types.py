@@ -10,7 +10,7 @@ from qspec.speculation.types import Sampling
     "settings", [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}], ids=lambda s: str(s)
 )
 def test_impossible_sampling_is_refused(settings: dict[str, float]) -> None:
-    """Catches a negative temperature, which would turn the law upside down, and filters that keep nothing."""
+    """Catches a negative temperature, which would turn the distribution upside down, and filters that keep nothing."""
     with pytest.raises(RecipeError, match=next(iter(settings))):
         Sampling(**settings)  # type: ignore[arg-type]
 

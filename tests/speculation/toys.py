@@ -1,4 +1,4 @@
-"""Toy language models whose laws are known in closed form, and drafters that misbehave on purpose."""
+"""Toy language models whose distributions are known in closed form, and drafters that misbehave on purpose."""
 
 from collections.abc import Iterator, Sequence
 import itertools
@@ -130,24 +130,24 @@ class DrawnTree:
         more: More | None = None,
     ) -> Proposal:
         parents_K = [p for p, depth in zip(self.parents_K, depths(self.parents_K), strict=True) if depth < k]
-        text, tokens, laws = [0, *context][-2:], list[int](), list[Tensor]()
+        text, tokens, probs = [0, *context][-2:], list[int](), list[Tensor]()
         for node, parent in enumerate(parents_K):
             ancestors = [*text, *(tokens[i] for i in path_to(parents_K, parent))]
-            law_V = sampling.probs(self.table_VVV[ancestors[-2], ancestors[-1]].unsqueeze(0))[0]
+            probs_V = sampling.probs(self.table_VVV[ancestors[-2], ancestors[-1]].unsqueeze(0))[0]
             siblings = [tokens[i] for i in range(node) if parents_K[i] == parent]
             if not self.replacement:
-                law_V = without(law_V, siblings)
-            laws.append(law_V)
-            tokens.append(int(sample(law_V, draw_uniforms(1, generator)[0])))
-        return Proposal(torch.tensor(tokens), torch.stack(laws), 0.0, tuple(parents_K))
+                probs_V = without(probs_V, siblings)
+            probs.append(probs_V)
+            tokens.append(int(sample(probs_V, draw_uniforms(1, generator)[0])))
+        return Proposal(torch.tensor(tokens), torch.stack(probs), 0.0, tuple(parents_K))
 
     def reset(self) -> None:
         """Nothing to forget."""
 
 
-def without(law_V: Tensor, tokens: Sequence[int]) -> Tensor:
-    """The law of a draw that cannot be one of `tokens`."""
-    rest_V = law_V.clone()
+def without(probs_V: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The distribution of a draw that cannot be one of `tokens`."""
+    rest_V = probs_V.clone()
     rest_V[list(tokens)] = 0.0
     return rest_V / rest_V.sum()
 
@@ -170,10 +170,12 @@ def greedy(table_VVV: Tensor, prompt: Sequence[int], n: int) -> list[int]:
     return text[len(prompt) + 1 :]
 
 
-def sequence_law(table_VVV: Tensor, sampling: Sampling, prompt: Sequence[int], n: int) -> dict[tuple[int, ...], float]:
+def sequence_probs(
+    table_VVV: Tensor, sampling: Sampling, prompt: Sequence[int], n: int
+) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of `n` tokens, straight from the table."""
-    laws_VVV = sampling.probs(table_VVV)
-    return {path: _path_probability(laws_VVV, prompt, path) for path in paths(table_VVV.shape[-1], n)}
+    probs_VVV = sampling.probs(table_VVV)
+    return {path: _path_probability(probs_VVV, prompt, path) for path in paths(table_VVV.shape[-1], n)}
 
 
 def paths(vocab: int, n: int) -> Iterator[tuple[int, ...]]:
@@ -181,9 +183,9 @@ def paths(vocab: int, n: int) -> Iterator[tuple[int, ...]]:
     return itertools.product(range(vocab), repeat=n)
 
 
-def _path_probability(laws_VVV: Tensor, prompt: Sequence[int], path: Sequence[int]) -> float:
+def _path_probability(probs_VVV: Tensor, prompt: Sequence[int], path: Sequence[int]) -> float:
     text, probability = [0, *prompt], 1.0
     for token in path:
-        probability *= float(laws_VVV[text[-2], text[-1], token])
+        probability *= float(probs_VVV[text[-2], text[-1], token])
         text.append(token)
     return probability

@@ -1,4 +1,4 @@
-"""From logits to laws, from uniform numbers to tokens."""
+"""From logits to distributions, from uniform numbers to tokens."""
 
 from hypothesis import given, strategies as st
 import pytest
@@ -9,8 +9,8 @@ from qspec.numerics.speculation.probs import exponentials, fits_float32, race, s
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, -5.0, 0.0]], dtype=torch.float64)
 
 
-def reference_law(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """The same law token by token, in plain Python."""
+def reference_probs(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """The same distribution token by token, in plain Python."""
     weights = torch.tensor(logits, dtype=torch.float64).div(temperature).softmax(0).tolist()
     order = sorted(range(len(logits)), key=lambda i: -weights[i])[: top_k or None]
     total, mass, kept = sum(weights[i] for i in order), 0.0, []
@@ -31,9 +31,9 @@ def reference_law(logits: list[float], temperature: float, top_k: int, top_p: fl
 def test_filters_follow_the_common_order(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
     """Catches filters applied in another order, or top-p over the mass from before top-k."""
     values = [x / 100 for x in logits]
-    law = target_probs(torch.tensor([values], dtype=torch.float64), temperature, top_k, top_p)[0]
-    expected = torch.tensor(reference_law(values, temperature, top_k, top_p), dtype=torch.float64)
-    assert torch.allclose(law, expected, rtol=0, atol=1e-14)  # a few float64 roundings of numbers below 1
+    probs = target_probs(torch.tensor([values], dtype=torch.float64), temperature, top_k, top_p)[0]
+    expected = torch.tensor(reference_probs(values, temperature, top_k, top_p), dtype=torch.float64)
+    assert torch.allclose(probs, expected, rtol=0, atol=1e-14)  # a few float64 roundings of numbers below 1
 
 
 def test_temperature_zero_is_one_hot_at_the_first_best() -> None:
@@ -43,8 +43,8 @@ def test_temperature_zero_is_one_hot_at_the_first_best() -> None:
 
 def test_tiny_temperature_is_finite() -> None:
     """Catches inf - inf = NaN where logits overflow at low temperature."""
-    law = target_probs(torch.tensor([[1e4, 9e3, -1e4]]), 1e-38)
-    assert law.tolist() == [[1.0, 0.0, 0.0]]
+    probs = target_probs(torch.tensor([[1e4, 9e3, -1e4]]), 1e-38)
+    assert probs.tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_top_k_keeps_exactly_k_of_equals() -> None:
@@ -53,7 +53,7 @@ def test_top_k_keeps_exactly_k_of_equals() -> None:
 
 
 def test_top_p_keeps_the_token_that_reaches_the_mass() -> None:
-    """Catches an empty law where the best token alone exceeds top-p, and one token too many where it just reaches."""
+    """Catches no token where the best one alone exceeds top-p, and one token too many where it just reaches."""
     halves = torch.tensor([[0.0, 0.0, -100.0]], dtype=torch.float64)
     assert (target_probs(halves, 1.0, top_p=0.01) > 0).sum() == 1
     assert (target_probs(halves, 1.0, top_p=0.5) > 0).sum() == 1
@@ -62,16 +62,16 @@ def test_top_p_keeps_the_token_that_reaches_the_mass() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_top_p_keeps_one_token_however_small(dtype: torch.dtype) -> None:
-    """Catches an empty law where top-p rounds to 0: a draw from it lies outside the vocabulary."""
+    """Catches an empty distribution where top-p rounds to 0: a draw from it lies outside the vocabulary."""
     for shape in ((2, 4), (3, 2, 4)):
-        law = target_probs(LOGITS.to(dtype).expand(shape), 1.0, top_p=1e-46)
-        assert torch.equal(law, target_probs(LOGITS.to(dtype).expand(shape), 0.0))
+        probs = target_probs(LOGITS.to(dtype).expand(shape), 1.0, top_p=1e-46)
+        assert torch.equal(probs, target_probs(LOGITS.to(dtype).expand(shape), 0.0))
 
 
 def test_masked_vocabulary_stays_impossible() -> None:
     """Catches padding rows (logit -inf) that get probability back from a filter."""
-    law = target_probs(torch.tensor([[0.0, -torch.inf, 1.0]]), 1.0, top_k=3, top_p=0.999)
-    assert law[0, 1] == 0
+    probs = target_probs(torch.tensor([[0.0, -torch.inf, 1.0]]), 1.0, top_k=3, top_p=0.999)
+    assert probs[0, 1] == 0
 
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.25 - 1e-12, 1), (0.25, 3), (0.5, 3), (1 - 2**-53, 3)])
@@ -96,18 +96,18 @@ def test_large_vocabularies_keep_their_tail() -> None:
 
 
 def test_a_temperature_below_every_float_is_greedy() -> None:
-    """Catches 0 / 0: in float32 a temperature of 1e-300 is 0, and the law NaN."""
-    law = target_probs(LOGITS[:1].float(), 1e-300)
-    assert law.tolist() == [[0.0, 1.0, 0.0, 0.0]]
+    """Catches 0 / 0: in float32 a temperature of 1e-300 is 0, and the distribution NaN."""
+    probs = target_probs(LOGITS[:1].float(), 1e-300)
+    assert probs.tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
-def test_a_race_is_won_as_often_as_its_law_says() -> None:
+def test_a_race_is_won_as_often_as_its_distribution_says() -> None:
     """Catches arrivals that are multiplied, the last to arrive, and numbers that are not exponential."""
-    law_V = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], dtype=torch.float64)
+    probs_V = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], dtype=torch.float64)
     arrivals_TV = torch.stack([exponentials(7, position, 5) for position in range(4000)])
-    counts_V = race(law_V.expand(4000, -1), arrivals_TV).bincount(minlength=5)
+    counts_V = race(probs_V.expand(4000, -1), arrivals_TV).bincount(minlength=5)
     # five standard errors of the largest share: 5 * sqrt(0.25 / 4000) = 0.04
-    assert (counts_V / 4000).tolist() == pytest.approx(law_V.tolist(), abs=0.04)
+    assert (counts_V / 4000).tolist() == pytest.approx(probs_V.tolist(), abs=0.04)
     assert counts_V[1] == 0
     assert arrivals_TV.min() > 0
     assert float(arrivals_TV.mean()) == pytest.approx(1.0, abs=0.04)  # 20,000 numbers of deviation 1: 5.7 errors

@@ -16,23 +16,25 @@ from qspec.numerics.speculation.speculator import (
 LOGITS = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
 IDS = torch.tensor([[2, -1], [0, 1]])
 PROBS = torch.tensor([[0.5, 0.3], [0.6, 0.2]], dtype=torch.float64)
-LAWS = LOGITS.softmax(-1)
+SAMPLINGS = LOGITS.softmax(-1)
 
 
 def test_losses_follow_their_definitions():
     """Would catch ids that the draft does not know counted as its last one, or a mean over the kept ids."""
-    expected = -(0.5 * LAWS[0, 2].log() + 0.6 * LAWS[1, 0].log() + 0.2 * LAWS[1, 1].log()) / 2
+    expected = -(0.5 * SAMPLINGS[0, 2].log() + 0.6 * SAMPLINGS[1, 0].log() + 0.2 * SAMPLINGS[1, 1].log()) / 2
     torch.testing.assert_close(probs_loss(LOGITS, IDS, PROBS), expected)
-    torch.testing.assert_close(overlap(LAWS, IDS, PROBS), torch.stack([LAWS[0, 2].clamp_max(0.5), LAWS[1, 0] + 0.2]))
-    torch.testing.assert_close(overlap_loss(LOGITS, IDS, PROBS), 1 - overlap(LAWS, IDS, PROBS).mean())
-    torch.testing.assert_close(token_loss(LOGITS, torch.tensor([2, -1])), -LAWS[0, 2].log() / 2)
+    torch.testing.assert_close(
+        overlap(SAMPLINGS, IDS, PROBS), torch.stack([SAMPLINGS[0, 2].clamp_max(0.5), SAMPLINGS[1, 0] + 0.2])
+    )
+    torch.testing.assert_close(overlap_loss(LOGITS, IDS, PROBS), 1 - overlap(SAMPLINGS, IDS, PROBS).mean())
+    torch.testing.assert_close(token_loss(LOGITS, torch.tensor([2, -1])), -SAMPLINGS[0, 2].log() / 2)
     assert agreement(LOGITS, torch.tensor([[2], [-1]])).tolist() == [True, False]
 
 
 def test_overlap_is_what_acceptance_is_bounded_by():
-    """Would catch a sum of maxima or a distance: equal laws overlap wholly, disjoint ones not at all."""
-    law = torch.tensor([[0.2, 0.3, 0.5]])
-    torch.testing.assert_close(overlap(law, torch.tensor([[0, 1, 2]]), law), torch.ones(1))
+    """Would catch a sum of maxima or a distance: equal distributions overlap wholly, disjoint ones not at all."""
+    probs = torch.tensor([[0.2, 0.3, 0.5]])
+    torch.testing.assert_close(overlap(probs, torch.tensor([[0, 1, 2]]), probs), torch.ones(1))
     assert float(overlap(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.5]]))) == 0
 
 

@@ -1,4 +1,4 @@
-"""The greedy and the sampling rule: exact laws by enumeration, not by chance."""
+"""The greedy and the sampling rule: exact distributions by enumeration, not by chance."""
 
 from collections.abc import Iterator, Sequence
 import math
@@ -19,16 +19,16 @@ from qspec.numerics.speculation.verify import (
     verify_tree_sampling,
 )
 from qspec.speculation.types import Sampling
-from tests.speculation.toys import paths, sequence_law, table, without
+from tests.speculation.toys import paths, sequence_probs, table, without
 
 PROMPT = (1, 2)
 EDGE = 1e-9  # how close to a decision's boundary it is probed; far above float64 rounding, far below any probability
 
 
-def rows(laws_VVV: Tensor, draft: tuple[int, ...]) -> Tensor:
-    """Laws at the prompt's end and behind every draft token, `[K + 1, V]`."""
+def rows(probs_VVV: Tensor, draft: tuple[int, ...]) -> Tensor:
+    """Distributions at the prompt's end and behind every draft token, `[K + 1, V]`."""
     text = (*PROMPT, *draft)
-    return torch.stack([laws_VVV[text[i], text[i + 1]] for i in range(len(draft) + 1)])
+    return torch.stack([probs_VVV[text[i], text[i + 1]] for i in range(len(draft) + 1)])
 
 
 def outcomes(draft: tuple[int, ...], q_KV: Tensor | None, p_K1V: Tensor) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -38,18 +38,18 @@ def outcomes(draft: tuple[int, ...], q_KV: Tensor | None, p_K1V: Tensor) -> Iter
     for accepted in range(len(draft) + 1):
         here = float(stands_K[:accepted].prod()) * (1 - float(stands_K[accepted]) if accepted < len(draft) else 1.0)
         if here == 0:
-            continue  # the law behind a rejection that cannot happen means nothing
-        law_V = next_probs(torch.tensor([accepted]), tokens_K, q_KV, p_K1V)[0]
-        law_V = law_V / law_V.sum()
-        for token, probability in enumerate(law_V.tolist()):
+            continue  # the distribution behind a rejection that cannot happen means nothing
+        probs_V = next_probs(torch.tensor([accepted]), tokens_K, q_KV, p_K1V)[0]
+        probs_V = probs_V / probs_V.sum()
+        for token, probability in enumerate(probs_V.tolist()):
             yield (*draft[:accepted], token), here * probability
 
 
-def output_law(
+def output_probs(
     p_VVV: Tensor, q_VVV: Tensor | None, vocab: int, drafts: list[tuple[int, ...]]
 ) -> dict[tuple[int, ...], float]:
-    """Law of the first two output tokens; a step that gives one token is followed by a draw from the target."""
-    law = dict.fromkeys(paths(vocab, 2), 0.0)
+    """Probabilities of the first two output tokens; after a step of one token the target draws."""
+    probs = dict.fromkeys(paths(vocab, 2), 0.0)
     for draft in drafts:
         q_KV = None if q_VVV is None else rows(q_VVV, draft)[:-1]
         drawn = 1.0 if q_KV is None else float(q_KV.gather(-1, torch.tensor(draft).unsqueeze(-1)).prod())
@@ -57,51 +57,51 @@ def output_law(
             continue  # this draft is never proposed
         for text, probability in outcomes(draft, q_KV, rows(p_VVV, draft)):
             if len(text) >= 2:
-                law[text[:2]] += drawn * probability
+                probs[text[:2]] += drawn * probability
                 continue
             for token, following in enumerate(p_VVV[PROMPT[-1], text[0]].tolist()):
-                law[(text[0], token)] += drawn * probability * following
-    return law
+                probs[(text[0], token)] += drawn * probability * following
+    return probs
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.6, top_k=3), Sampling(1.3, top_p=0.8)], ids=str)
 @pytest.mark.parametrize("vocab", [3, 4])
-def test_chain_drafts_leave_the_targets_law(vocab: int, sampling: Sampling) -> None:
+def test_chain_drafts_leave_the_targets_distribution(vocab: int, sampling: Sampling) -> None:
     """Catches any flaw of the sampling rule: swapped p and q, a residual not clamped, a bonus from the wrong row."""
     p_table, q_table = table(10 + vocab, vocab), table(20 + vocab, vocab)
-    law = output_law(sampling.probs(p_table), sampling.probs(q_table), vocab, list(paths(vocab, 2)))
-    expected = sequence_law(p_table, sampling, PROMPT, 2)
-    assert law == pytest.approx(expected, abs=1e-12)  # float64: a few dozen roundings of numbers below 1
+    probs = output_probs(sampling.probs(p_table), sampling.probs(q_table), vocab, list(paths(vocab, 2)))
+    expected = sequence_probs(p_table, sampling, PROMPT, 2)
+    assert probs == pytest.approx(expected, abs=1e-12)  # float64: a few dozen roundings of numbers below 1
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.6, top_k=3), Sampling(1.3, top_p=0.8)], ids=str)
 @pytest.mark.parametrize("vocab", [3, 4])
-def test_one_hot_drafts_leave_the_targets_law(vocab: int, sampling: Sampling) -> None:
-    """Catches a certain draft treated as if it had been drawn: each single draft must leave the law unchanged."""
+def test_one_hot_drafts_leave_the_targets_distribution(vocab: int, sampling: Sampling) -> None:
+    """Catches a certain draft treated as if it had been drawn: each draft must leave the distribution unchanged."""
     p_table = table(10 + vocab, vocab)
-    expected = sequence_law(p_table, sampling, PROMPT, 2)
+    expected = sequence_probs(p_table, sampling, PROMPT, 2)
     for draft in paths(vocab, 2):
-        law = output_law(sampling.probs(p_table), None, vocab, [draft])
-        assert law == pytest.approx(expected, abs=1e-12)  # as above
+        probs = output_probs(sampling.probs(p_table), None, vocab, [draft])
+        assert probs == pytest.approx(expected, abs=1e-12)  # as above
 
 
 @pytest.mark.parametrize("certain", [False, True], ids=["drawn", "one-hot"])
 @pytest.mark.parametrize("vocab", [3, 4])
-def test_decisions_change_exactly_where_the_law_says(vocab: int, certain: bool) -> None:
+def test_decisions_change_exactly_where_the_distribution_says(vocab: int, certain: bool) -> None:
     """Catches `verify_sampling` using its pieces wrongly: a uniform number read twice, a decision at another place."""
     p_VVV, q_VVV = Sampling(1.0).probs(table(10 + vocab, vocab)), Sampling(1.0).probs(table(20 + vocab, vocab))
     for draft in paths(vocab, 2):
         q_KV, p_K1V = None if certain else rows(q_VVV, draft)[:-1], rows(p_VVV, draft)
         tokens_K = torch.tensor(draft)
         for accepted in range(3):
-            law_V = next_probs(torch.tensor([accepted]), tokens_K, q_KV, p_K1V)[0]
-            cdf = (law_V / law_V.sum()).cumsum(0).tolist()
+            probs_V = next_probs(torch.tensor([accepted]), tokens_K, q_KV, p_K1V)[0]
+            cdf = (probs_V / probs_V.sum()).cumsum(0).tolist()
             stands = acceptance(tokens_K, q_KV, p_K1V[:-1]).tolist()
             if accepted < 2 and stands[accepted] == 1:
                 continue  # cannot be rejected
             uniforms = [stand - EDGE for stand in stands[:accepted]] + [stand + EDGE for stand in stands[accepted:]]
             for token in range(vocab):
-                if law_V[token] == 0:
+                if probs_V[token] == 0:
                     continue
                 for last in ((cdf[token - 1] if token else 0.0) + EDGE, cdf[token] - EDGE):
                     numbers = torch.tensor([*uniforms, last], dtype=torch.float64)
@@ -109,25 +109,25 @@ def test_decisions_change_exactly_where_the_law_says(vocab: int, certain: bool) 
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=2, max_size=6))
-def test_one_position_is_exact_for_any_two_laws(weights: list[tuple[int, int]]) -> None:
-    """Catches laws with zeros, disjoint support or equal entries that break the identity min(p, q) + max(0, p - q)."""
+def test_one_position_is_exact_for_any_two_distributions(weights: list[tuple[int, int]]) -> None:
+    """Catches zeros, disjoint support or equal entries that break the identity min(p, q) + max(0, p - q)."""
     p_V, q_V = torch.tensor(weights, dtype=torch.float64).T
     if p_V.sum() == 0 or q_V.sum() == 0:
         return
     p_V, q_V = p_V / p_V.sum(), q_V / q_V.sum()
-    law_V = torch.zeros_like(p_V)
+    probs_V = torch.zeros_like(p_V)
     for x in q_V.nonzero().flatten().tolist():
         tokens_K, p_2V = torch.tensor([x]), torch.stack([p_V, p_V])
         stands = float(acceptance(tokens_K, q_V.unsqueeze(0), p_V.unsqueeze(0)))
-        law_V[x] += q_V[x] * stands
+        probs_V[x] += q_V[x] * stands
         if stands < 1:
             rest_V = next_probs(torch.tensor([0]), tokens_K, q_V.unsqueeze(0), p_2V)[0]
-            law_V += q_V[x] * (1 - stands) * rest_V / rest_V.sum()
+            probs_V += q_V[x] * (1 - stands) * rest_V / rest_V.sum()
     # 1e-9: where p and q differ by rounding only, their difference has few correct digits.
-    assert torch.allclose(law_V, p_V, rtol=0, atol=1e-9)
+    assert torch.allclose(probs_V, p_V, rtol=0, atol=1e-9)
 
 
-def test_equal_laws_up_to_rounding_draw_from_the_target() -> None:
+def test_equal_distributions_up_to_rounding_draw_from_the_target() -> None:
     """Catches an empty difference p - q, from which any draw is an id past the vocabulary."""
     p_V = torch.tensor([0.5, 0.5], dtype=torch.float64)
     q_V = p_V + torch.tensor([2**-52, 0.0])
@@ -168,27 +168,27 @@ TREES = {
 Decision = tuple[int, float, bool]
 """A node that was tested, the probability that it stood, and whether it did."""
 Outcome = tuple[list[int], list[Decision], Tensor, float]
-"""A path that stands, its decisions, the law of the next token, and the path's probability."""
+"""A path that stands, its decisions, the distribution of the next token, and the path's probability."""
 
 
-def behind(laws_VVV: Tensor, parents: Sequence[int], tokens: Sequence[int], node: int) -> Tensor:
-    """The law behind a node (-1: behind the prompt)."""
+def behind(probs_VVV: Tensor, parents: Sequence[int], tokens: Sequence[int], node: int) -> Tensor:
+    """The distribution behind a node (-1: behind the prompt)."""
     text = [*PROMPT, *(tokens[i] for i in path_to(parents, node))]
-    return laws_VVV[text[-2], text[-1]]
+    return probs_VVV[text[-2], text[-1]]
 
 
-def tree_rows(laws_VVV: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    return torch.stack([behind(laws_VVV, parents, tokens, node) for node in range(-1, len(parents))])
+def tree_rows(probs_VVV: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    return torch.stack([behind(probs_VVV, parents, tokens, node) for node in range(-1, len(parents))])
 
 
-def drawn_laws(q_VVV: Tensor, parents: Sequence[int], tokens: Sequence[int], replacement: bool) -> Tensor:
-    """The law of every node's draw given its earlier siblings."""
-    laws = []
+def drawn_probs(q_VVV: Tensor, parents: Sequence[int], tokens: Sequence[int], replacement: bool) -> Tensor:
+    """The distribution of every node's draw given its earlier siblings."""
+    probs = []
     for node, parent in enumerate(parents):
-        law_V = behind(q_VVV, parents, tokens, parent)
+        probs_V = behind(q_VVV, parents, tokens, parent)
         siblings = [tokens[i] for i in range(node) if parents[i] == parent]
-        laws.append(law_V if replacement else without(law_V, siblings))
-    return torch.stack(laws)
+        probs.append(probs_V if replacement else without(probs_V, siblings))
+    return torch.stack(probs)
 
 
 def tree_outcomes(
@@ -198,48 +198,48 @@ def tree_outcomes(
 
     def at(path: list[int], decisions: list[Decision], here: float) -> Iterator[Outcome]:
         node = path[-1] if path else -1
-        law_V = p_K1V[node + 1].double()
+        probs_V = p_K1V[node + 1].double()
         for child in children(parents)[node + 1]:
-            stands, rest_V = candidate(law_V, None if q_KV is None else q_KV[child], tokens[child])
+            stands, rest_V = candidate(probs_V, None if q_KV is None else q_KV[child], tokens[child])
             if stands > 0:
                 yield from at([*path, child], [*decisions, (child, stands, True)], here * stands)
             if stands == 1:
                 return
-            decisions, here, law_V = [*decisions, (child, stands, False)], here * (1 - stands), rest_V
-        yield path, decisions, law_V, here
+            decisions, here, probs_V = [*decisions, (child, stands, False)], here * (1 - stands), rest_V
+        yield path, decisions, probs_V, here
 
     return at([], [], 1.0)
 
 
-def tree_output_law(
+def tree_output_probs(
     p_VVV: Tensor, q_VVV: Tensor | None, parents: Sequence[int], drafts: list[tuple[int, ...]], replacement: bool
 ) -> dict[tuple[int, ...], float]:
-    """Law of the first three output tokens; what a step leaves open is drawn from the target."""
+    """Distribution of the first three output tokens; what a step leaves open is drawn from the target."""
     vocab = p_VVV.shape[-1]
-    law = dict.fromkeys(paths(vocab, 3), 0.0)
+    probs = dict.fromkeys(paths(vocab, 3), 0.0)
     for tokens in drafts:
         q_KV, drawn = None, 1.0
         if q_VVV is not None:
-            q_KV = drawn_laws(q_VVV, parents, tokens, replacement)
+            q_KV = drawn_probs(q_VVV, parents, tokens, replacement)
             drawn = float(q_KV.gather(-1, torch.tensor(tokens).unsqueeze(-1)).prod())
         if not drawn > 0:
             continue  # this draft is never proposed
-        for path, _, law_V, here in tree_outcomes(parents, tokens, q_KV, tree_rows(p_VVV, parents, tokens)):
-            for token, probability in enumerate(law_V.tolist()):
+        for path, _, probs_V, here in tree_outcomes(parents, tokens, q_KV, tree_rows(p_VVV, parents, tokens)):
+            for token, probability in enumerate(probs_V.tolist()):
                 text = (*(tokens[node] for node in path), token)[:3]
                 for rest in paths(vocab, 3 - len(text)):
                     full = (*PROMPT, *text, *rest)
                     after = range(len(PROMPT) + len(text), len(full))
                     open_part = math.prod(float(p_VVV[full[i - 2], full[i - 1], full[i]]) for i in after)
-                    law[(*text, *rest)] += drawn * here * probability * open_part
-    return law
+                    probs[(*text, *rest)] += drawn * here * probability * open_part
+    return probs
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with", "without replacement"])
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.6, top_k=2), Sampling(1.3, top_p=0.8)], ids=str)
 @pytest.mark.parametrize("tree", ["chain", "siblings", "two levels"])
-def test_drawn_trees_leave_the_targets_law(tree: str, sampling: Sampling, replacement: bool) -> None:
-    """Catches a residual that forgets a rejected sibling, is not normalised, or subtracts the law of another draw."""
+def test_drawn_trees_leave_the_targets_distribution(tree: str, sampling: Sampling, replacement: bool) -> None:
+    """Catches a residual that forgets a rejected sibling, is not normalised, or subtracts another draw."""
     vocab, parents = 4 if tree == "siblings" else 3, TREES[tree]
     p_table, q_table = table(10 + vocab, vocab), table(20 + vocab, vocab)
     if tree == "siblings" and not replacement and sampling.top_k:
@@ -247,39 +247,39 @@ def test_drawn_trees_leave_the_targets_law(tree: str, sampling: Sampling, replac
     if tree == "siblings" and not replacement and sampling.top_p < 1:
         sampling = Sampling(1.3, top_p=0.999)
     drafts = list(paths(vocab, len(parents)))
-    law = tree_output_law(sampling.probs(p_table), sampling.probs(q_table), parents, drafts, replacement)
-    assert law == pytest.approx(sequence_law(p_table, sampling, PROMPT, 3), abs=1e-12)  # float64, as for chains
+    probs = tree_output_probs(sampling.probs(p_table), sampling.probs(q_table), parents, drafts, replacement)
+    assert probs == pytest.approx(sequence_probs(p_table, sampling, PROMPT, 3), abs=1e-12)  # float64, as for chains
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.6, top_k=3), Sampling(1.3, top_p=0.8)], ids=str)
 @pytest.mark.parametrize("tree", TREES)
-def test_one_hot_trees_leave_the_targets_law(tree: str, sampling: Sampling) -> None:
+def test_one_hot_trees_leave_the_targets_distribution(tree: str, sampling: Sampling) -> None:
     """Catches certain candidates treated as draws, and duplicates among siblings: each tree alone must be exact."""
     vocab, parents = 4, TREES[tree]
     p_table = table(10 + vocab, vocab)
-    expected = sequence_law(p_table, sampling, PROMPT, 3)
+    expected = sequence_probs(p_table, sampling, PROMPT, 3)
     for draft in list(paths(vocab, len(parents)))[:: 1 if len(parents) < 4 else 97]:
-        law = tree_output_law(sampling.probs(p_table), None, parents, [draft], True)
-        assert law == pytest.approx(expected, abs=1e-12)  # as above
+        probs = tree_output_probs(sampling.probs(p_table), None, parents, [draft], True)
+        assert probs == pytest.approx(expected, abs=1e-12)  # as above
 
 
 @pytest.mark.parametrize("scheme", ["with", "without", "one-hot"])
 @pytest.mark.parametrize("tree", TREES)
-def test_tree_decisions_change_exactly_where_the_law_says(tree: str, scheme: str) -> None:
-    """Catches a node decided by another's uniform number, a law of the wrong row, or a path that skips its parent."""
+def test_tree_decisions_change_exactly_where_the_distribution_says(tree: str, scheme: str) -> None:
+    """Catches a node decided by another's uniform number or by the wrong row, and a path that skips its parent."""
     vocab, parents = 4, TREES[tree]
     p_VVV, q_VVV = Sampling(1.0).probs(table(14, vocab)), Sampling(1.0).probs(table(24, vocab))
     for tokens in list(paths(vocab, len(parents)))[:: 4 ** len(parents) // 16 + 1]:
-        q_KV = None if scheme == "one-hot" else drawn_laws(q_VVV, parents, tokens, scheme == "with")
+        q_KV = None if scheme == "one-hot" else drawn_probs(q_VVV, parents, tokens, scheme == "with")
         if q_KV is not None and (q_KV.gather(-1, torch.tensor(tokens).unsqueeze(-1)) == 0).any():
             continue  # this draft is never proposed
         p_K1V = tree_rows(p_VVV, parents, tokens)
-        for path, decisions, law_V, _ in tree_outcomes(parents, tokens, q_KV, p_K1V):
+        for path, decisions, probs_V, _ in tree_outcomes(parents, tokens, q_KV, p_K1V):
             uniforms = torch.full((len(parents) + 1,), 0.5, dtype=torch.float64)
             for node, stands, stood in decisions:
                 uniforms[node] = stands - EDGE if stood else stands + EDGE
-            cdf = [0.0, *law_V.cumsum(0).tolist()]
-            for token in law_V.nonzero().flatten().tolist():
+            cdf = [0.0, *probs_V.cumsum(0).tolist()]
+            for token in probs_V.nonzero().flatten().tolist():
                 for last in (cdf[token] + EDGE, cdf[token + 1] - EDGE):
                     uniforms[-1] = last
                     assert verify_tree_sampling(torch.tensor(tokens), parents, q_KV, p_K1V, uniforms) == (path, token)

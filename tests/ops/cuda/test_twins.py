@@ -88,7 +88,7 @@ def test_row_that_sees_nothing_reads_zero() -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 5])
 def test_verification_of_a_batch_equals_that_of_each_chain(k: int) -> None:
-    """Catches another law than the engine's: the same uniform numbers must give the same answer."""
+    """Catches another distribution than the engine's: the same uniform numbers must give the same answer."""
     b, v = 40, 7
     p, q = torch.randn(b, k + 1, v).softmax(-1), torch.randn(b, k, v).softmax(-1)
     drafts, uniforms = torch.randint(v, (b, k)), torch.rand(b, k + 1, dtype=torch.float64)
@@ -97,6 +97,6 @@ def test_verification_of_a_batch_equals_that_of_each_chain(k: int) -> None:
         certain = cuda.verify_sampling(p, drafts, None, uniforms)
     for i in range(b):
         assert (int(greedy[0][i]), int(greedy[1][i])) == verify.verify_greedy(drafts[i], p[i])
-        for got, law in ((sampled, q[i]), (certain, None)):
-            want = verify.verify_sampling(drafts[i], law, p[i], uniforms[i])
+        for got, probs in ((sampled, q[i]), (certain, None)):
+            want = verify.verify_sampling(drafts[i], probs, p[i], uniforms[i])
             assert (int(got[0][i]), int(got[1][i])) == want

@@ -30,7 +30,7 @@ from qspec.speculation.length.policies import Fixed
 from qspec.speculation.request import propose_together
 from qspec.speculation.types import Ask, Randomness, Repeatable, Sampling
 from tests.speculation.drafters.test_mlp import Least
-from tests.speculation.toys import TableLM, greedy, sequence_law, table
+from tests.speculation.toys import TableLM, greedy, sequence_probs, table
 from tests.tiny import tiny_model
 
 V = 6
@@ -110,10 +110,10 @@ def test_sampled_distribution_is_the_targets(head):
     """Would catch a distribution that is not that of the draws: a reduced vocabulary that is not 0 elsewhere."""
     target, drafter, hot = LayeredLM(table(9, V)), Eagle3Drafter(head), Sampling(1.0)
     generator, n = torch.Generator().manual_seed(0), 600
-    law = sequence_law(table(9, V), hot, [1, 2], 3)
+    probs = sequence_probs(table(9, V), hot, [1, 2], 3)
     drawn = Counter(tuple(generate(target, drafter, Fixed(3), [1, 2], 3, hot, (), generator).tokens) for _ in range(n))
-    likely = [path for path, p in law.items() if p * n >= 5]
-    expected, counts = [law[path] * n for path in likely], [drawn[path] for path in likely]
+    likely = [path for path, p in probs.items() if p * n >= 5]
+    expected, counts = [probs[path] * n for path in likely], [drawn[path] for path in likely]
     expected, counts = [*expected, n - sum(expected)], [*counts, n - sum(counts)]
     assert chisquare(counts, expected).pvalue > 1e-4  # one false alarm in 10^4 seeds; the seed is fixed
 

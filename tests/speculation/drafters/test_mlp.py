@@ -1,4 +1,4 @@
-"""Drafts of a speculator head: laws that stay the target's, whatever the head says."""
+"""Drafts of a speculator head: distributions that stay the target's, whatever the head says."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ from qspec.speculation.engine import generate
 from qspec.speculation.length.policies import Fixed
 from qspec.speculation.request import propose_together
 from qspec.speculation.types import Ask, Repeatable, Sampling
-from tests.speculation.toys import TableLM, greedy, sequence_law, table
+from tests.speculation.toys import TableLM, greedy, sequence_probs, table
 
 V = 6
 TABLE = table(1, V)
@@ -58,16 +58,16 @@ def test_greedy_output_is_that_of_plain_decoding(head, candidates):
 
 @pytest.mark.parametrize("candidates", [1, 3])
 @pytest.mark.parametrize("head", [HEAD, SMALL], ids=["whole", "reduced"])
-def test_sampled_law_is_the_targets(head, candidates):
-    """Would catch a proposal whose law is not that of its draws: a reduced vocabulary that is not 0 elsewhere."""
+def test_sampled_distribution_is_the_targets(head, candidates):
+    """Would catch a stated distribution that is not that of the draws: a reduced vocabulary that is not 0 elsewhere."""
     target, drafter = StatefulLM(table(9, V)), MlpDrafter(head, candidates=candidates, top_k=(2, 2, 2))
     generator, n = torch.Generator().manual_seed(0), 600
-    law = sequence_law(table(9, V), Sampling(1.0), [1, 2], 3)
+    probs = sequence_probs(table(9, V), Sampling(1.0), [1, 2], 3)
     drawn = Counter(
         tuple(generate(target, drafter, Fixed(3), [1, 2], 3, Sampling(1.0), (), generator).tokens) for _ in range(n)
     )
-    likely = [path for path, p in law.items() if p * n >= 5]
-    expected, found = [law[path] * n for path in likely], [drawn[path] for path in likely]
+    likely = [path for path, p in probs.items() if p * n >= 5]
+    expected, found = [probs[path] * n for path in likely], [drawn[path] for path in likely]
     rest = n - sum(expected)
     if rest > 5:
         expected, found = [*expected, rest], [*found, n - sum(found)]
@@ -76,8 +76,8 @@ def test_sampled_law_is_the_targets(head, candidates):
     assert chisquare(found, expected).pvalue > 1e-4  # one false alarm in 10^4 seeds; the seed is fixed
 
 
-def test_laws_are_those_of_the_stages():
-    """Would catch laws under other settings, or of a head that was fed something else than what it drew."""
+def test_distributions_are_those_of_the_stages():
+    """Would catch distributions under other settings, or of a head that was fed something else than what it drew."""
     target, drafter = StatefulLM(TABLE), MlpDrafter(SMALL)
     target.forward(torch.tensor([3, 1]))
     drafter.follow(target)
@@ -85,23 +85,23 @@ def test_laws_are_those_of_the_stages():
     proposal = drafter.propose([3, 1, 4], 5, sampling, torch.Generator().manual_seed(0))
     assert len(proposal.tokens_K) == 3
     logits = SMALL(target.hidden(), torch.tensor([[4, *proposal.tokens_K.tolist()[:2]]]))
-    for logits_1D, law_V in zip(logits, proposal.probs_KV, strict=True):
-        torch.testing.assert_close(law_V[SMALL.ids_D], sampling.probs(logits_1D)[0])
-        assert float(law_V[[1, 4]].sum()) == 0
+    for logits_1D, probs_V in zip(logits, proposal.probs_KV, strict=True):
+        torch.testing.assert_close(probs_V[SMALL.ids_D], sampling.probs(logits_1D)[0])
+        assert float(probs_V[[1, 4]].sum()) == 0
 
 
 def test_a_seeds_drafts_race_by_the_numbers_of_their_ids():
     """Would catch a reduced vocabulary that races by the numbers of places: few of its drafts would stand."""
-    target, drafter, law = StatefulLM(TABLE), MlpDrafter(SMALL), Sampling(0.7)
+    target, drafter, sampling = StatefulLM(TABLE), MlpDrafter(SMALL), Sampling(0.7)
     target.forward(torch.tensor([3, 1]))
     drafter.follow(target)
     for seed in range(5):
-        proposal = drafter.propose([3, 1, 4], 3, law, Repeatable(seed))
+        proposal = drafter.propose([3, 1, 4], 3, sampling, Repeatable(seed))
         tokens = proposal.tokens_K.tolist()
         assert proposal.probs_KV is None
         for i, logits_1D in enumerate(SMALL(target.hidden(), torch.tensor([[4, *tokens[:2]]]))):
             arrivals_D = exponentials(seed, 3 + i, V)[SMALL.ids_D]
-            assert tokens[i] == int(SMALL.ids_D[(law.probs(logits_1D)[0] / arrivals_D).argmax()])
+            assert tokens[i] == int(SMALL.ids_D[(sampling.probs(logits_1D)[0] / arrivals_D).argmax()])
 
 
 def test_drafting_ends():
@@ -220,8 +220,8 @@ def test_a_batch_asks_the_head_once_per_depth(monkeypatch):
     assert all(proposal.seconds > 0 for proposal in made)
 
 
-def test_requests_of_a_batch_draw_from_their_laws_apart():
-    """Would catch a draft drawn with another request's numbers, or from its law: tokens would depend on each other."""
+def test_requests_of_a_batch_draw_from_their_distributions_apart():
+    """Would catch a draft drawn by another request's numbers or distribution: tokens would depend on each other."""
     texts, hot, n = [[1, 2], [4]], Sampling(1.0), 500
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     drawn = Counter[tuple[int, int]]()
@@ -231,11 +231,11 @@ def test_requests_of_a_batch_draw_from_their_laws_apart():
         ]
         first, second = generate_batch(StatefulLM(table(9, V)), batch, hot, ())
         drawn[first.tokens[1], second.tokens[1]] += 1
-    laws = [Counter[int]() for _ in texts]
-    for law, text in zip(laws, texts, strict=True):
-        for path, p in sequence_law(table(9, V), hot, text, 2).items():
-            law[path[1]] += p
-    expected = {(a, b): n * p * q for a, p in laws[0].items() for b, q in laws[1].items()}
+    counts = [Counter[int]() for _ in texts]
+    for probs, text in zip(counts, texts, strict=True):
+        for path, p in sequence_probs(table(9, V), hot, text, 2).items():
+            probs[path[1]] += p
+    expected = {(a, b): n * p * q for a, p in counts[0].items() for b, q in counts[1].items()}
     likely = [pair for pair, count in expected.items() if count >= 5]
     rest = n - sum(expected[pair] for pair in likely), n - sum(drawn[pair] for pair in likely)
     counts = [[expected[pair] for pair in likely] + [rest[0]], [drawn[pair] for pair in likely] + [rest[1]]]

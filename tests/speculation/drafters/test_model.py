@@ -67,8 +67,8 @@ def test_a_context_that_lost_tokens_is_followed() -> None:
     assert propose(drafter, [2, 5], 3).tokens_K.tolist() == greedy(TABLE, [2, 5], 3)
 
 
-def test_laws_are_those_the_tokens_were_drawn_from() -> None:
-    """Catches unfiltered laws handed to verification: the output law would no longer be the target's."""
+def test_distributions_are_those_the_tokens_were_drawn_from() -> None:
+    """Catches unfiltered distributions handed to verification: the output's would no longer be the target's."""
     proposal = propose(ModelDrafter(TableLM(TABLE)), [2, 5], 5, HOT)
     text = [2, 5, *proposal.tokens_K.tolist()]
     assert proposal.probs_KV is not None
@@ -79,7 +79,7 @@ def test_laws_are_those_the_tokens_were_drawn_from() -> None:
 
 
 def test_every_draft_token_has_its_own_uniform_number() -> None:
-    """Catches a number used twice: draft tokens would depend on each other, and the output law would be lost."""
+    """Catches a number used twice: draft tokens would depend on each other, and the output's distribution be lost."""
     tokens = propose(ModelDrafter(TableLM(torch.zeros(6, 6, 6))), [2, 5], 8, Sampling(temperature=1.0)).tokens_K
     uniforms_K = torch.rand(8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     assert tokens.tolist() == (6 * uniforms_K).floor().tolist()

@@ -27,9 +27,9 @@ def texts(proposal: Proposal) -> list[tuple[int, ...]]:
 
 
 def probability(sampling: Sampling, context: Sequence[int], path: Sequence[int]) -> float:
-    laws_VVV = TABLE.softmax(-1) if sampling.greedy else sampling.probs(TABLE.flatten(0, 1)).view_as(TABLE)
+    probs_VVV = TABLE.softmax(-1) if sampling.greedy else sampling.probs(TABLE.flatten(0, 1)).view_as(TABLE)
     text = [*context, *path]
-    return math.prod(float(laws_VVV[text[i - 2], text[i - 1], text[i]]) for i in range(len(context), len(text)))
+    return math.prod(float(probs_VVV[text[i - 2], text[i - 1], text[i]]) for i in range(len(context), len(text)))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "filtered"])

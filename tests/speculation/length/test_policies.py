@@ -70,7 +70,7 @@ def draft(policy: Confidence, confidences: list[float], accepted: int) -> int:
 
 
 def test_drafting_stops_behind_an_unsure_token() -> None:
-    """Catches a threshold that is turned round, and a token dropped for its confidence (that biases the law)."""
+    """Catches a threshold that is turned round, and a token dropped for its confidence (a biased distribution)."""
     policy = Confidence(3, 8, threshold=0.5)
     assert draft(policy, [0.9, 0.8, 0.7, 0.6], 3) == 3  # k, until a drafter is known to state confidences
     assert draft(policy, [0.9, 0.6, 0.4, 0.9], 3) == 3
