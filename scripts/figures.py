@@ -202,6 +202,8 @@ DRAFTS = {
     "suffix": "suffixes",
     "mlp": "head",
     "mlp + suffix": "head behind suffixes",
+    "eagle3": "EAGLE-3 head",
+    "eagle3 + suffix": "EAGLE-3 head behind suffixes",
     "self w4": "itself in W4A16",
     "self w4 + suffix": "itself in W4A16, behind suffixes",
 }
@@ -234,10 +236,19 @@ def drafts() -> str:
 
 def policies() -> str:
     """Every draft under a fixed length of four and under `optimal`."""
-    by_policy = {(row["drafter"], row["policy"]): row for row in _spec_rows("smollm2-int8") if row["category"] == "all"}
+    return _by_policy(_spec_rows("smollm2-int8"), "fixed 4")
+
+
+def eagle3() -> str:
+    """An EAGLE-3 head beside lookups and the MLP head, under a fixed length of three and under `optimal`."""
+    return _by_policy(read("eagle3")["rows"], "fixed 3")
+
+
+def _by_policy(all_rows: Sequence[Row], fixed: str) -> str:
+    by_policy = {(row["drafter"], row["policy"]): row for row in all_rows if row["category"] == "all"}
     lines = []
-    for drafter, name in DRAFTS.items():
-        rows = [by_policy[drafter, policy] for policy in ("fixed 4", "optimal")]
+    for drafter in dict.fromkeys(drafter for drafter, _ in by_policy):
+        name, rows = DRAFTS[drafter], [by_policy[drafter, policy] for policy in (fixed, "optimal")]
         lines.append(
             [
                 name,
@@ -252,7 +263,7 @@ def policies() -> str:
                 ),
             ]
         )
-    head = ["draft", "tokens/step", "fixed 4", "predicted", "tokens/step", "`optimal`", "predicted"]
+    head = ["draft", "tokens/step", fixed, "predicted", "tokens/step", "`optimal`", "predicted"]
     return f"n = {next(iter(by_policy.values()))['n']} prompts.\n\n{table(head, lines)}"
 
 
@@ -386,6 +397,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         drafts,
         policies,
         groups,
+        eagle3,
         draft_length,
         temperature,
         in_vllm,

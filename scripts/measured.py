@@ -54,6 +54,11 @@ CLAIMS = {
         ("qspec/bridges/vllm", "qspec/serving/vllm.py"),
     ),
     "spec_bench": Claim("what drafts gain on Spec-Bench, by kind, length and category", "policies", DRAFTS),
+    "eagle3": Claim(
+        "an EAGLE-3 head beside lookups and the MLP head",
+        "policies --matrix eval/matrices/eagle3.yaml",
+        (*DRAFTS, "qspec/nn/eagle3.py"),
+    ),
     "draft_length": Claim("what each constant of `optimal` is worth", "draft_length", ("qspec/speculation/length",)),
     "temperature": Claim(
         "acceptance by temperature", "qspec run recipes/smollm2-135m-mlp-cpu.yaml, results.json", DRAFTS[:2]
