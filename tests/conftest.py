@@ -13,6 +13,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+INTERPRETED = "interpreted"
+"""Property of a test that says how many tests of kernels it interpreted; the summary of all processes gets it."""
 
 hypothesis.settings.register_profile("qspec", derandomize=True, deadline=None, database=None, max_examples=50)
 hypothesis.settings.load_profile("qspec")
@@ -32,3 +34,11 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the data folder {folder}: set QSPEC_DATA")
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests of kernels ran in the interpreter: a run that skipped them all must not look like one that did."""
+    passed = terminalreporter.stats.get("passed", [])
+    counts = [int(value) for report in passed for name, value in report.user_properties if name == INTERPRETED]
+    if counts:
+        terminalreporter.write_line(f"kernel tests interpreted: {sum(counts)}")

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-INTERPRETED = "interpreted"
-"""Property of a test that says how many tests of kernels it interpreted; the summary of all processes gets it."""
+from tests.conftest import INTERPRETED
 
 
 def mend_interpreter() -> None:
@@ -55,11 +54,3 @@ def device(record_property: Callable[[str, object], None]) -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here: test_interpreter runs the kernels' tests in Triton's interpreter")
     return torch.device("cuda")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many tests of kernels ran in the interpreter: a run that skipped them all must not look like one that did."""
-    passed = terminalreporter.stats.get("passed", [])
-    counts = [int(value) for report in passed for name, value in report.user_properties if name == INTERPRETED]
-    if counts:
-        terminalreporter.write_line(f"kernel tests interpreted: {sum(counts)}")

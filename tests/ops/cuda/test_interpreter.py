@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.ops.cuda.conftest import INTERPRETED
+from tests.conftest import INTERPRETED
 
 Record = Callable[[str, object], None]
 
