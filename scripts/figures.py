@@ -300,9 +300,9 @@ def draft_length() -> str:
         return f"{ratio(row['ratio'], row['ratio_ci'])}, {row['setting']}"
 
     lines = []
-    for name, rows in by_constant.items():
-        scaled = [row for row in rows if " x " in row["policy"]]
-        lines.append([f"`{name}`", worst(scaled), worst([row for row in rows if row not in scaled])])
+    for name, changed in by_constant.items():
+        scaled = [row for row in changed if " x " in row["policy"]]
+        lines.append([f"`{name}`", worst(scaled), worst([row for row in changed if row not in scaled])])
     head = ["constant", "halved or doubled: least ratio", "without effect: least ratio"]
     settings = table(["setting", "speedup", "the earlier policy"], [[name, *cells] for name, cells in present.items()])
     return f"n = {rows[0]['n']} prompts.\n\n{settings}\n\n{table(head, lines)}"
