@@ -27,16 +27,16 @@ from qspec.nn.cpp.interface import (
     matrix_of,
     pointer,
     pool_of,
+    require_done,
 )
 from qspec.nn.cpp.model import WeightSource, arch_obstacle, cache_kind, quantized_obstacle, ropes_of, shape_of
 from qspec.nn.eager.linear import short_headed, widened
-from qspec.nn.lm import FORKED
 from qspec.nn.states import States, Taps
 from qspec.numerics.speculation.trees import Parents, check_path
 from qspec.ops.native_library import NoLibrary
 from qspec.records import ArchMap, LoadedModel, QuantizedModel
 
-_FORKED, _FAILED, _BAD_TOKEN, _UNREADABLE = 1, 2, 3, 4
+_UNREADABLE = 4
 
 
 class NativeDecoder:
@@ -202,7 +202,7 @@ class NativeDecoder:
         """A pass of this sequence alone. Every step pays for what Python does here."""
         flat_T = tokens_T.to("cpu", torch.int64).contiguous()
         hidden_TK = torch.empty(rows, self.arch.hidden_size)
-        tapped = CopiedStates(self._taps.layers, len(flat_T), self.arch.hidden_size)
+        tapped = CopiedStates(self._taps.layers, len(flat_T), self.arch.hidden_size) if self._taps.layers else NOTHING
         self._core.forward([self._part(flat_T, None)], rows, logits_TV, best_T, hidden_TK, tapped)
         self._tree = ()
         self._states.append(hidden_TK, self.length)
@@ -255,6 +255,9 @@ class CopiedStates:
         self.given = CTaps((c_int32 * len(wanted))(*wanted), len(wanted), self.rows_TNK.data_ptr())
 
 
+NOTHING = CopiedStates((), 0, 0)
+
+
 class Core:
     """Weights and threads, shared by all sequences of a model."""
 
@@ -282,12 +285,7 @@ class Core:
     ) -> None:
         given, outputs = (CPart * len(parts))(*parts), map(pointer, (logits_TV, best_T, hidden_TK))
         status = self.lib.qspec_forward(self.handle, given, len(parts), last, *outputs, byref(tapped.given))
-        if status == _FORKED:
-            raise RuntimeError(FORKED)
-        if status == _FAILED:
-            raise failure("a forward pass")
-        if status == _BAD_TOKEN:
-            raise IndexError("a token lies outside of the vocabulary")
+        require_done(status, "a forward pass")
         if status == _UNREADABLE:
             raise self.unreadable()
 

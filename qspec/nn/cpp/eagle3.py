@@ -25,18 +25,17 @@ from qspec.nn.cpp.interface import (
     library,
     matrix_of,
     pool_of,
+    require_done,
 )
 from qspec.nn.cpp.model import MOST_HEAD
 from qspec.nn.cpp.weights import LANES, Member, Packed, member_form, pack_linears, pack_rows
 from qspec.nn.eager.attention import rope_tables
 from qspec.nn.eagle3 import Eagle3, HeadLayer
-from qspec.nn.lm import FORKED
 from qspec.ops.native_library import NoLibrary
 from qspec.records import QLinear
 
 ROWS = 8
 """Rows of logits that the core wants room for: `CHAINS` of native/model.cpp."""
-_FORKED, _FAILED, _BAD_TOKEN = 1, 2, 3
 
 
 class NativeSlots:
@@ -139,12 +138,7 @@ class NativeChains:
         )
         if failed:
             raise failed[0]
-        if status == _FORKED:
-            raise RuntimeError(FORKED)
-        if status == _BAD_TOKEN:
-            raise IndexError("a token lies outside of the vocabulary")
-        if status == _FAILED:
-            raise failure("a proposal")
+        require_done(status, "a proposal")
 
     def _set_rope(self, max_length: int) -> None:
         s = self._shape

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qspec.errors import IntegrityError
 from qspec.nn.cpp.weights import Packed
+from qspec.nn.lm import FORKED
 from qspec.ops import native_library
 from qspec.ops.native_library import NoLibrary
 
@@ -149,6 +150,16 @@ def failure(what: str) -> Exception:
     if rule is None:
         return MemoryError(f"no memory for {what}")
     return IntegrityError(what, f"cannot be run by the C++ core: {rule.decode()}", "fetch an intact copy of the model")
+
+
+def require_done(status: int, what: str) -> None:
+    """Raise the error of a pass whose status says so: of another process's threads, refused, or of unknown tokens."""
+    if status == 1:
+        raise RuntimeError(FORKED)
+    if status == 2:
+        raise failure(what)
+    if status == 3:
+        raise IndexError("a token lies outside of the vocabulary")
 
 
 def floats(x: Tensor | None, count: int) -> int | None:
